@@ -87,11 +87,10 @@ class CSVLogger(DirectoryLogger):
             TypeError, ValueError: If a name, a value or the step is invalid.
         """
         row = dict(flatten(as_metrics(metrics, self._prefix)))
-        if STEP in row:
-            logged = row.pop(STEP)
-            step = int(logged) if step is None else step
-            row |= {f"{STEP}_metric": logged} if logged != step else {}
-        self.experiment.log_metrics(row, self.next_step(step))
+        logged = row.pop(STEP, None)
+        step = self.next_step(int(logged) if step is None and logged is not None else step)
+        row |= {f"{STEP}_metric": logged} if logged not in (None, step) else {}
+        self.experiment.log_metrics(row, step)
 
     def log_hyperparams(self, params: Params = None, metrics: dict[str, Any] | None = None) -> None:
         """Write hyperparameters to ``hparams.yaml`` and, if passed, metrics as a row at step 0.

@@ -121,11 +121,17 @@ def test_a_failed_save_ends_the_run_and_is_forgotten(tmp_path, monkeypatch, form
     assert sorted(os.listdir(tmp_path / "kept")) == [left][: bool(left)]
 
 
-def test_an_error_in_training_waits_for_the_save(tmp_path):
+def test_an_error_in_training_waits_for_the_save_and_survives(tmp_path, monkeypatch):
     saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, async_save=True, filename="{step}")
     with pytest.raises(RuntimeError, match="planned"):
         fit(tmp_path, saver, Fails("backward", 3), max_epochs=1, validate=False)
     verify(tmp_path / "kept" / "step=3.ckpt")
+    Gated(monkeypatch, fail=1)
+    saver = ModelCheckpoint(tmp_path / "bad", every_n_train_steps=3, async_save=True, save_on_exception=False)
+    with pytest.raises(RuntimeError, match="planned") as error:
+        fit(tmp_path, saver, Fails("backward", 3), max_epochs=1, validate=False)
+    assert any("the disk is gone" in note for note in error.value.__notes__)
+    assert os.listdir(tmp_path / "bad") == []
 
 
 def test_an_error_after_a_failed_save_still_saves_the_last_step(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from support.callback_runs import Tiny, trainer
+from support.processes import run
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
 from treadle.callbacks import BasePredictionWriter
 
@@ -82,6 +83,20 @@ def test_two_writers_and_two_loaders(tmp_path):
     assert indices == [[[0, 1], [2, 3]], [[4, 3, 2], [1, 0]]]
     assert [[p.tolist() for p in each] for each in predictions] == [[[0, 2], [4, 6]], [[8, 6, 4], [2, 0]]]
     assert second._predictions == []
+
+
+def on_two(root):
+    writer, _ = written(root, loader_of("batches", 10), strategy="ddp", devices=2)
+    return writer.batches, writer.epochs[0][1]
+
+
+def test_two_processes_write_each_sample_once(tmp_path):
+    seen = []
+    for batches, indices in run(on_two, 2, tmp_path):
+        assert all(values == [2.0 * index for index in own] for _, _, own, values in batches)
+        assert indices == [[own for _, _, own, _ in batches]]
+        seen += [index for own in indices[0] for index in own]
+    assert sorted(seen) == list(range(10))
 
 
 class Stream(IterableDataset):

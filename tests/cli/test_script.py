@@ -1,11 +1,13 @@
 """A script with a command line of its own."""
 
 import sys
+from pathlib import Path
 
 import cli_samples
 import pytest
 import torch
 from support.command_runs import by_hand
+from support.processes import script
 
 import treadle
 
@@ -33,6 +35,24 @@ def test_a_script_becomes_a_command_line(here, capsys):
         assert raised.value.code == status
         said = capsys.readouterr()
         assert words in said.out + said.err
+
+
+SCRIPT = """
+from cli_samples import Line, Points
+from treadle import cli
+
+if __name__ == "__main__":
+    done = cli.run(Line, Points)
+    done.trainer.print("lr", done.model.lr)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_in_processes():
+    words = ["fit", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_epochs=1", "model.lr=0.5"]
+    done = script(SCRIPT, *words, env={"PYTHONPATH": str(Path(cli_samples.__file__).parent)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("lr 0.5") == 1
 
 
 def test_a_script_does_not_print_json(monkeypatch):

@@ -143,7 +143,7 @@ def take_step(accelerator, model, optimizer, x):
         optimizer.zero_grad()
 
 
-def whole(tensor):
+def gathered(tensor):
     """The tensor without its graph; all of it where it is sharded."""
     return getattr(tensor, "full_tensor", lambda: tensor)().detach()
 

@@ -33,12 +33,14 @@ def test_an_activity_has_one_colour_on_all_pages():
 
 def test_a_sentence_about_what_took_most_of_the_time():
     assert judge_times({"training": 9.0, "checkpoints": 3.0, "validation": 3.0, "setup": 5.0}, 1.0) == ""
+    assert judge_times({}, 0.0) == ""
     assert judge_times({"training": 9.0, "checkpoints": 9.5, "validation": 0.5}, 0.0).startswith(
         "50 % of the time went to checkpoints. ModelCheckpoint(every_n_epochs=...)"
     )
     assert "validation. Trainer(check_val_every_n_epoch" in judge_times({"training": 1.0, "validation": 9.0}, 0.0)
     assert judge_times({"training": 10.0}, 8.0).startswith("80 % of the time went to waiting for training batches.")
     assert judge_times({"training": 1.0, "setup": 30.0}, 0.0) == ""  # imports and first touches of a short run
+    assert judge_times({"training": 1.0, "setup": 90.0}, 0.0) == "99 % of the time went to setup."
     text = Page("x", "finished", times={"training": (1.0, 0.0)}, verdict="50 % < it.").render()
     assert "50 % &lt; it." in section(text, "Where the time went")[0]
 

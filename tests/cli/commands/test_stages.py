@@ -280,6 +280,14 @@ def test_print_config_runs_nothing(here, capsys):
 # -- scripts and processes -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
+def test_a_launched_error_is_said_once(here):
+    command = [python(), "-m", "treadle", "launch", "--nproc-per-node", "2", "-m", "treadle", "fit", "model.x=1"]
+    done = subprocess.run(command, env=clean_environment({}), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.count("model names no class") == 1
+
+
 def test_processes_that_it_starts(here):
     """`treadle fit` starts itself twice; the ranks read the same line."""
     line = ["fit", "--config", "run.yaml", "trainer.strategy=ddp", "trainer.devices=2", "data.batch_size=4"]

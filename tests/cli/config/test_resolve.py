@@ -48,7 +48,6 @@ def test_a_bare_class_takes_arguments_later():
     ],
 )
 def test_overrides(override, value):
-    assert made("data: {n: {0: x, 4: y}}", "data.n.4=z")["data"] == {"n": {0: "x", 4: "z"}}
     found = made("data: {list: [1, 2, 3]}", override)["data"]
     assert found.get("a") == value
     assert found["list"] == ([1, "x", 3] if "list" in override else [1, 2, 3])
@@ -58,6 +57,7 @@ def test_taking_out():
     data = "data: {a: {b: 1, c: 2}, list: [1, 2, 3], n: {0: x, 4: y}}"
     left = {"a": {"c": 2}, "list": [1, 3], "n": {0: "x"}}
     assert made(data, "~data.a.b", "~data.list.1", "~data.n.4")["data"] == left
+    assert made("data: {n: {0: x, 4: y}}", "data.n.4=z")["data"] == {"n": {0: "x", 4: "z"}}
 
 
 def test_lightnings_form():

@@ -95,6 +95,8 @@ CASES = {
     "idle variable": (MODEL + "vars: {width: 1}\nseed: ${vars.width}\n", "vars.widht=2", ["'vars.width'?"]),
     # -- sections and flags
     "unknown section": (MODEL + "trainr: {}\n", ["run.yaml:2", "'trainr'", "'trainer'?", "lr_scheduler"]),
+    "lightning's seed": (MODEL + "seed_everything: 1\n", ["run.yaml:2", "'seed'?"]),
+    "the model as a task": ("task: {class: cli_samples.Line}\n", ["run.yaml:1", "'task'", "'model'?"]),
     "section of another kind": (MODEL + "trainer: 3\n", ["run.yaml:2", "trainer=3", "mapping"]),
     "unknown flag": (MODEL + "trainer:\n  max_epoch: 3\n", ["run.yaml:3: trainer.max_epoch", "'max_epochs'?"]),
     "flag of old": (MODEL + "trainer: {gpus: 2}\n", ["run.yaml:2: trainer.gpus", "devices"]),
@@ -117,7 +119,8 @@ CASES = {
     "optimizer misspelled": (MODEL + "optimizer: AdmW\n", ["run.yaml:2: optimizer", "'AdamW'?"]),
     "callback that is none": (TIMER, "trainer.callbacks.0=cli_samples.Points", ["trainer.callbacks.0", "Callback"]),
     "lightning's callback": (
-        *(TIMER, "trainer.callbacks.0.class_path=lightningg.pytorch.callbacks.EarlyStopping"),
+        TIMER,
+        "trainer.callbacks.0.class_path=lightningg.pytorch.callbacks.EarlyStopping",
         ["trainer.callbacks.0", "module 'lightningg' was not found", "the short name 'EarlyStopping'"],
     ),
     "another's optimizer": (MODEL + "optimizer: cli_samples.Adam\n", ["Optimizer", "the short name 'Adam'"]),
@@ -163,7 +166,8 @@ CASES = {
     "item of a list": (MANY, "model.widths=[1, two]", ["model.widths.1='two' must be an integer"]),
     "mapping": (MANY, "model.sizes.a=x", ["model.sizes.a='x' must be an integer"]),
     "key of a mapping": (
-        *(MODEL, "trainer.callbacks=[{class: GradientAccumulationScheduler, scheduling: {a: 1}}]"),
+        MODEL,
+        "trainer.callbacks=[{class: GradientAccumulationScheduler, scheduling: {a: 1}}]",
         ["scheduling.a", "'a' must be an integer"],
     ),
     "pair": (MANY, "model.pair=[1, 2.0, 3]", ["model.pair", "a list of 2 values: int, float"]),

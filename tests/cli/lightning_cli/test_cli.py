@@ -273,6 +273,11 @@ def test_trainers_of_ones_own():
             super().__init__(*args, **kwargs)
             self.note = note
 
+    class Limited(LightningCLI):
+        def instantiate_trainer(self, **kwargs):
+            return super().instantiate_trainer(max_epochs=7, **kwargs)
+
+    assert build(cli=Limited).trainer.max_epochs == 7
     cli = build("--trainer.note=5", trainer_class=Own, trainer_defaults={**DEFAULTS, "max_epochs": None})
     assert (cli.trainer.note, cli.trainer.max_epochs) == (5, None)
     again = cli.instantiate_trainer(max_epochs=7, callbacks=[Timer()])

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import SaveIn, whole
+from support.models import SaveIn, gathered
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -60,7 +60,7 @@ def fit(task, *callbacks, ckpt_path=None, train=None, **flags):
 
 
 def weights(task):
-    return {name: whole(p).clone() for name, p in task.named_parameters()}
+    return {name: gathered(p).clone() for name, p in task.named_parameters()}
 
 
 def by_hand(clip=CLIP, epochs=3, groups=(slice(8), slice(8, 16), slice(16, None))):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support.models import whole
+from support.models import gathered
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -51,7 +51,7 @@ class Net(treadle.TaskModule):
 
 def read(task, optimizer):
     tensors = [*task.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
-    return [whole(t).clone() for t in tensors]
+    return [gathered(t).clone() for t in tensors]
 
 
 class LateAccumulation(Accumulation):

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from support.failing_runs import OtherWeights
-from support.models import whole
+from support.models import gathered
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -90,7 +90,7 @@ def fit(folder, number=None, rank=0, pause=0.0, callbacks=(), task=None, **flags
     except (Preempted, KeyboardInterrupt) as error:
         status = getattr(error, "code", 130)
     return {
-        "weights": [whole(p).clone() for p in task.parameters()],
+        "weights": [gathered(p).clone() for p in task.parameters()],
         "status": status,
         "step": own.global_step,
         "seen": task.seen,

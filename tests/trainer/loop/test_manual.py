@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.models import Line, SaveIn, whole, with_step
+from support.models import Line, SaveIn, gathered, with_step
 from support.processes import run
 from support.trainers import make_trainer, says
 from torch import nn
@@ -33,7 +33,7 @@ def trained(task, *callbacks, train=None, val=None, ckpt_path=None, **flags):
 
 
 def weights(task):
-    return [whole(p).clone() for p in task.parameters()]
+    return [gathered(p).clone() for p in task.parameters()]
 
 
 # -- two optimizers --------------------------------------------------------------------------------------------------

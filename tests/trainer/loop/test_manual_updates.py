@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from support.models import whole
+from support.models import gathered
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -155,7 +155,7 @@ class UnfrozenLater(Form):
         super().training_step(batch, batch_idx)
 
     def note_norm(self):
-        self.norms.append(sum(whole(p.grad.norm()).item() for p in self.net.parameters() if p.grad is not None))
+        self.norms.append(sum(gathered(p.grad.norm()).item() for p in self.net.parameters() if p.grad is not None))
 
 
 class StepsInAHook(Form):
@@ -467,7 +467,7 @@ def fit(kind, processes=1, **flags):
     task = kind()
     done = make_trainer(max_epochs=EPOCHS, precision="64-true", **flags)
     done.fit(task, loader(processes))
-    return list(map(whole, task.parameters())), task.norms, done.global_step
+    return list(map(gathered, task.parameters())), task.norms, done.global_step
 
 
 def check(found, kind):
@@ -592,10 +592,10 @@ def fit_spoilt(processes, **flags):
         with pytest.raises(ValueError, match=r"not finite on rank 0 in optimizer step 3"):
             done.fit(task, loader(processes))
         assert done.global_step == 2
-        assert all(whole(weight).isfinite().all() for weight in task.parameters())
+        assert all(gathered(weight).isfinite().all() for weight in task.parameters())
         task, done = spoil(kind, 2), make_trainer(on_nonfinite="skip", **flags)
         done.fit(task, loader(processes))
-        found.append((list(map(whole, task.parameters())), done.global_step, done.progress.skipped))
+        found.append((list(map(gathered, task.parameters())), done.global_step, done.progress.skipped))
     return found
 
 
@@ -681,7 +681,7 @@ def fit_float16(kind, devices=1, **flags):
     done.fit(task, loader(devices))
     assert (done.global_step, done.progress.skipped) == (5, 3)  # the first batch overflows with the first scale
     assert done.scaler.get_scale() == 2.0**13
-    return list(map(whole, task.parameters()))
+    return list(map(gathered, task.parameters()))
 
 
 def float16_by_hand(processes):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support.models import whole
+from support.models import gathered
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -63,7 +63,7 @@ class Poisoned(treadle.TaskModule):
             optimizer = self.trainer.optimizers[0]
             state = [v for p in self.parameters() for v in optimizer.state[p].values()]
             scheduler = self.trainer.lr_scheduler_configs[0].scheduler.state_dict()
-            values = [whole(tensor).clone() for tensor in (*self.parameters(), *state)]
+            values = [gathered(tensor).clone() for tensor in (*self.parameters(), *state)]
             self.states.append((values, {name: scheduler[name] for name in ("last_epoch", "_last_lr")}))
 
     def configure_optimizers(self):
@@ -115,7 +115,7 @@ def check_error(text, task, kind, rank, batch, policy):
         assert f"micro-batch {batch})" in text, text
     else:
         assert "every loss is finite, but the gradient of net.first." in text, text
-    assert all(torch.isfinite(whole(p)).all() for p in task.parameters())
+    assert all(torch.isfinite(gathered(p)).all() for p in task.parameters())
 
 
 def check_skipped(task, trainer, k, precision, manual, ranks):
@@ -126,7 +126,7 @@ def check_skipped(task, trainer, k, precision, manual, ranks):
     assert all(torch.isfinite(value).all() for values, _ in task.states for value in values)
     tolerance = 1e-6 if precision == "32-true" else 2e-2
     for found, expected in zip(task.parameters(), by_hand(ranks, k, 1, manual), strict=True):
-        torch.testing.assert_close(whole(found), expected.detach(), atol=tolerance, rtol=1e-5)
+        torch.testing.assert_close(gathered(found), expected.detach(), atol=tolerance, rtol=1e-5)
 
 
 def name_cases(ranks, strategy):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support.models import SGDTask, Stream, whole
+from support.models import SGDTask, Stream, gathered
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -73,7 +73,7 @@ def fail(task, data, *callbacks, batch_size=2, **flags):
     one = make_trainer(**{"callbacks": list(callbacks), **flags})
     with pytest.raises(ValueError, match=r"not finite|infinity|but the gradient") as raised:
         one.fit(task, DataLoader(data, batch_size))
-    assert all(whole(p).isfinite().all() for p in task.parameters())
+    assert all(gathered(p).isfinite().all() for p in task.parameters())
     return str(raised.value)
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from support.fit_runs import Recorder
-from support.models import optimize, whole
+from support.models import gathered, optimize
 from support.processes import in_own_process, run
 from support.trainers import make_trainer
 from torch import nn
@@ -83,7 +83,7 @@ def fit(folder, callbacks=(), manual=False, saving=None, loading=None, **flags):
         "step": own.global_step,
         "seen": task.seen,
         "means": task.means,
-        "weights": list(map(whole, task.parameters())),
+        "weights": list(map(gathered, task.parameters())),
         "flag": own.received_sigterm,
         "drawn": torch.rand(()).item(),
     }

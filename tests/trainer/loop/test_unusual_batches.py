@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import optimize, whole
+from support.models import gathered, optimize
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -74,7 +74,7 @@ def check_with_none(names, ranks=1, strategy="auto", weights=(False, True), late
         assert len(task.ends) == 24 // ranks
         assert bool(missed) == any("yielded None instead of a batch" in str(w.message) for w in caught)
         assert fitter.global_step == steps
-        assert float((whole(task.net.weight) - weight).abs().max()) < 1e-12, (name, k, weighted)
+        assert float((gathered(task.net.weight) - weight).abs().max()) < 1e-12, (name, k, weighted)
 
 
 @pytest.mark.long
@@ -96,7 +96,7 @@ def test_a_step_without_a_loss_adds_nothing_to_its_group(strategy):
         optimizer.zero_grad()
         (reference.training_step(X[first : first + 4], 0) / 2).backward()
         optimizer.step()
-    assert float((whole(task.net.weight) - reference.net.weight).abs().max()) < 1e-12
+    assert float((gathered(task.net.weight) - reference.net.weight).abs().max()) < 1e-12
 
 
 def check_on_two(strategy):
