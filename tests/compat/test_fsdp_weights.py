@@ -35,7 +35,8 @@ def train(accelerator: Accelerator, seed: int) -> tuple[nn.Module, Any]:
 
 def read(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     """The whole weights and the first optimizer moments, on every rank."""
-    moments = {f"moment {n}": state["exp_avg"] for n, state in enumerate(optimizer.optimizer.state.values())}
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    moments = {f"moment {n}": optimizer.optimizer.state[p]["exp_avg"] for n, p in enumerate(params)}
     state = accelerator.unwrap_model(model).state_dict() | moments
     return {name: whole(tensor).clone() for name, tensor in state.items()}
 

@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 import zipfile
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -321,11 +322,13 @@ def aside(tmp_path):
 EXTENTS = [pytest.param(1, 8, 2, id="some"), pytest.param(2, 1, 1, id="all", marks=pytest.mark.slow)]
 """How many saves are gone through, of which points each n-th is resumed from, and each n-th point that is struck."""
 WAYS_TO_SAVE = [*(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("same", "numbered")), "beside"]
+NO_SHM = pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="this machine has no /dev/shm")
+TMPFS = pytest.param("tmpfs", marks=[pytest.mark.exhaustive, NO_SHM])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("saves", "resumed", "every"), EXTENTS)
-@pytest.mark.parametrize("how", [*WAYS_TO_SAVE, pytest.param("tmpfs", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("how", [*WAYS_TO_SAVE, TMPFS])
 def test_own_loop_killed(how, tmp_path, aside, saves, resumed, every):
     with tempfile.TemporaryDirectory(dir="/dev/shm" if how == "tmpfs" else tmp_path) as name:
         door, reference = Loop(how, Path(name) / "run" / "checkpoints").door(aside, saves)
@@ -418,9 +421,9 @@ def test_trainer_refused_by_the_disk(tmp_path, aside, every, form):
 # -- one form for the other ------------------------------------------------------------------------------------------
 
 
-def save_as(form, target, step):
+def save_as(form, target, step, size=2**7):
     """Save the step's number, in each element of six tensors."""
-    weights = {name: torch.full((2**7,), float(step)) for name in "abcdef"}
+    weights = {name: torch.full((size,), float(step)) for name in "abcdef"}
     if form == "torch":
         torch.save(weights, target)
     elif form == "empty":
@@ -722,3 +725,57 @@ def test_weights_for_others_are_on_the_disk_before_the_index_and_the_index_befor
         part = f".{name}.{identify_process()}.part"
         expected += [(write, part), ("fsync", part), ("replace", part), ("fsync", ".")]
     assert done == [*expected, *(("unlink", name.replace("-v1", "")) for name in new)]
+
+
+# -- killed from outside ---------------------------------------------------------------------------------------------
+
+
+def keep_saving(form, target, begin):
+    """Save 3 MB for ever."""
+    for step in itertools.count(begin):
+        save_as(form, target, step, size=2**17)
+
+
+def is_half_written(target, sizes):
+    """Whether a file of a checkpoint is there that is not as long as it will be."""
+    with suppress(OSError):
+        folders = target.parent.glob(f".{target.name}.*.part")
+        return any(os.path.getsize(folder / name) < size for folder in folders for name, size in sizes.items())
+    return False
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["file", "directory"])
+def test_killed_from_outside(tmp_path, form):
+    """Half of the signals come at any moment, half when a half-written file is seen, which is mostly not too late."""
+    chance, halves, target, step = random.Random(1), 0, tmp_path / "run" / "last", 0
+    store = CheckpointStore(target.parent)
+    sizes = {"model.safetensors" if form == "directory" else "": 6 * 2**19}
+    for number in range(15):
+        child = os.fork()
+        if child == 0:
+            try:
+                torch.set_num_threads(1)  # OpenMP's other threads are not in the copy
+                keep_saving(form, target, step + 1)
+            finally:
+                os._exit(1)
+        deadline = time.monotonic() + 30
+        while not target.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if number % 2:
+            while not is_half_written(target, sizes) and time.monotonic() < deadline:
+                pass
+        else:
+            time.sleep(chance.uniform(0, 0.1))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        halves += is_half_written(target, sizes)
+        assert store.latest()[1] == []
+        store.recover()
+        assert os.listdir(target.parent) == ["last"]
+        found = checkpoint.verify(target).step
+        assert found >= max(step, 1), "older than one that was seen before"
+        step = found
+        assert stored.read_part(target, "state") == {"step": step}
+        assert {value for t in stored.read_part(target, "model").values() for value in t.tolist()} == {float(step)}
+    assert halves > 1

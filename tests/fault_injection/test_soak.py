@@ -110,6 +110,7 @@ def soak(folder, world, *options, seconds):
 
 
 def check(series, record_property):
+    assert len(series) > 0
     for title, values in series.items():
         record_property("soak", format_table(title, values))
     grown = {title: growth for title, values in series.items() if (growth := find_growth(values))}
@@ -189,3 +190,8 @@ def test_what_is_no_growth(name, values):
 )
 def test_what_grows(name, values):
     assert name in find_growth({name: values})
+
+
+def test_too_few_samples():
+    with pytest.raises(ValueError, match="run longer"):
+        measure_growth([1.0] * 9)

@@ -235,6 +235,17 @@ def test_the_bits_after_many_steps(world):
     assert plain_result(LONG[0])["steps"] == 210
 
 
+def fit_without(world):
+    flags = {"accumulate_grad_batches": V // world}
+    return [fit("mlp", "32-true", 10, strategy=strategy_of(name), **flags)[0]["weights"] for name in STRATEGIES]
+
+
+@pytest.mark.long
+def test_ordinary_sums_depend_on_the_number_of_processes():
+    one, two = (run(fit_without, world, world)[0] for world in (1, 2))
+    assert all(a != b for a, b in zip(one, two, strict=True))
+
+
 # -- resuming ------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from treadle.__main__ import main
 TASK = """
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 import treadle
 
 
@@ -16,6 +16,14 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.second(self.first(x).relu())
+
+
+class OwnBatches(BatchSampler):
+    def __iter__(self):
+        yield from list(super().__iter__())[:10]
+
+    def __len__(self):
+        return 10
 
 
 class Task(treadle.TaskModule):
@@ -39,6 +47,10 @@ class Task(treadle.TaskModule):
 
     def train_dataloader(self):
         data = TensorDataset(torch.ones(100, self.head.in_features))
+        if self.form == "dropped":
+            return DataLoader(data, batch_size=6, drop_last=True)
+        if self.form == "own batches":
+            return DataLoader(data, batch_sampler=OwnBatches(range(50), 4, False))
         if self.form == "sampled":
             return DataLoader(data, batch_size=4, sampler=WeightedRandomSampler([1.0] * 100, 42))
         if self.form == "list":

@@ -46,7 +46,9 @@ def planned(*arguments):
     ("name", "form", "flags"),
     [
         ("Task", "plain", {}),
+        pytest.param("Task", "dropped", {}, marks=pytest.mark.exhaustive),
         pytest.param("Task", "sampled", {"max_steps": 9}, marks=pytest.mark.exhaustive),
+        pytest.param("Task", "own batches", {}, marks=pytest.mark.exhaustive),
         pytest.param("Task", "list", {"limit_train_batches": 5}, marks=pytest.mark.exhaustive),
         *(
             pytest.param("Task", "plain", flag, marks=pytest.mark.exhaustive)
