@@ -257,7 +257,7 @@ class DDP(Strategy):
         self._manual: WeakSet[nn.Module] = WeakSet()  # the models that it covers
         ineffective = ["comm_hook"] * bool(self.comm_hook) + ["zero=True"] * self.zero
         if world.size == 1 and ineffective:
-            announce(f"with a world size of 1, DDP does nothing about {' and '.join(ineffective)}")
+            announce(f"without effect with a world size of 1: DDP's {' and '.join(ineffective)}")
 
     @property
     def replicas_equal(self) -> bool:
