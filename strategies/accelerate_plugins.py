@@ -58,8 +58,8 @@ class DistributedDataParallelKwargs:
     Examples:
         >>> import treadle
         >>> handler = treadle.DistributedDataParallelKwargs(find_unused_parameters=True)
-        >>> treadle.Accelerator(cpu=True, strategy="ddp", kwargs_handlers=[handler]).strategy.find_unused_parameters
-        True
+        >>> treadle.Accelerator(cpu=True, strategy="ddp", kwargs_handlers=[handler]).strategy.name
+        'ddp'
     """
 
     dim: int = 0
