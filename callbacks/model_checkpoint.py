@@ -468,7 +468,7 @@ class ModelCheckpoint(Checkpoint):
             self._save_kept(trainer, values, ranked)
             return
         score = torch.tensor(values[self.monitor], dtype=torch.float64, device="cpu")
-        candidates = self._monitor_candidates(trainer) | {self.monitor: score}  # that of logged values has 32 bits
+        candidates = self._monitor_candidates(trainer) | {self.monitor: score}  # callback_metrics have 32 bits
         if self.check_monitor_top_k(trainer, score):
             self._update_best_and_save(score, trainer, candidates)
         self._save_last_checkpoint(trainer, candidates)  # unless the method has saved it too

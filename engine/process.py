@@ -33,7 +33,7 @@ class Process:
             processes.
     """
 
-    _arguments: dict[str, Any] | None = None  # to create the same object in a process that has no others
+    _arguments: dict[str, Any] | None = None  # those of __init__, if an equal object can be created from them
 
     def __init__(self, world: World, data_world: World | None = None) -> None:
         self.world = world

@@ -305,7 +305,7 @@ class Trainer(LightningAliases, Copyable):
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
         self.lr_scheduler_configs: list[SchedulerConfig] = []
-        # State of the current or last stage. What every stage has is None only outside of stages.
+        # State of the current or last stage. `task`, `hooks` and `sources` are None until a stage has set them up.
         self.stage: str | None = None
         self.latest_stage: str | None = None
         self.status = TrainerStatus.INITIALIZING
