@@ -25,6 +25,11 @@ _LOST = {
         **_OF_TASK,
         "setup_optimizers": "change the optimizers before they are prepared",
         "process_dataloader": "change the dataloader before it is prepared",
+        **dict.fromkeys(
+            ("lightning_module_state_dict", "load_checkpoint", "save_checkpoint"),
+            "change the checkpoint in on_save_checkpoint and on_load_checkpoint of the task, or pass a CheckpointIO",
+        ),
+        "load_model_state_dict": "set strict_loading=False in the task, or override its load_state_dict",
     },
     "Precision": {
         **_OF_TASK,

@@ -172,13 +172,14 @@ class DrawnBar(ProgressBar):
             self._due = self._began + self.line_every
 
     def _begin_epoch(self, trainer: Trainer, done: int) -> None:
-        self._open_epoch(self._describe_epoch(trainer), done, drop_infinite(self.total_train_batches))
+        description = self._get_train_description(trainer.progress.epoch)
+        self._open_epoch(description, done, drop_infinite(self.total_train_batches))
         self._due = 0.0
 
-    def _describe_epoch(self, trainer: Trainer) -> str:
-        epochs = trainer.max_epochs
+    def _get_train_description(self, current_epoch: int) -> str:  # Lightning's name, which subclasses override
+        epochs = self.trainer.max_epochs
         total = f"/{epochs}" if epochs is not None and epochs > 0 else ""
-        return f"{self.train_description} {trainer.progress.epoch + 1}{total}"
+        return f"{self.train_description} {current_epoch + 1}{total}"
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Redraw, if this is due."""
@@ -205,7 +206,7 @@ class DrawnBar(ProgressBar):
     def _describe_position(self, trainer: Trainer, done: int) -> str:
         progress, steps = trainer.progress, trainer.estimated_stepping_batches
         batch, step = _format_share(done, self.total_train_batches), _format_share(progress.step, steps)
-        return f"{self._describe_epoch(trainer)}, batch {batch}, step {step}"
+        return f"{self._get_train_description(trainer.progress.epoch)}, batch {batch}, step {step}"
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Draw the bar's final state, and print the epoch's line."""
@@ -224,7 +225,7 @@ class DrawnBar(ProgressBar):
         from ..reporting import format_duration
 
         progress, current_time = trainer.progress, time.monotonic()
-        words = [self._describe_epoch(trainer)]
+        words = [str(self._get_train_description(trainer.progress.epoch))]  # it may be a rich Text
         if not progress.epoch_is_over:  # a limit ended the run
             words[0] += f", batch {_format_share(progress.batch, self.total_train_batches)}"
         values = self.get_epoch_metrics(trainer, task, self._first_step)

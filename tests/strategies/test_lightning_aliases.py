@@ -25,6 +25,8 @@ def test_before_and_in_a_run():
 @pytest.mark.parametrize("make", [make_trainer, Fabric])
 @pytest.mark.parametrize(("base", "name", "text"), [
     (SingleDevice, "optimizer_step", "override the task's method of this name, or do this in your own loop"),
+    (SingleDevice, "save_checkpoint", "change the checkpoint in on_save_checkpoint and on_load_checkpoint of the task"),
+    (SingleDevice, "load_model_state_dict", "set strict_loading=False in the task, or override its load_state_dict"),
     (SingleDevice, "setup_optimizers", "change the optimizers before they are prepared"),
     (MixedPrecision, "forward_context", r"override context\(device\)"),
     (MixedPrecision, "convert_module", r"override cast_module\(module\)"),
