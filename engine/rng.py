@@ -6,7 +6,7 @@ import hashlib
 import os
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,6 +70,13 @@ def isolated_random_state() -> Iterator[None]:
         yield
     finally:
         set_random_state(saved_state)
+
+
+_SEEDERS: dict[str, Callable[[int], Any]] = {
+    "python": random.seed,
+    "numpy": np.random.seed,
+    "torch": torch.default_generator.manual_seed,
+}
 
 
 class Draw(NamedTuple):
@@ -143,6 +150,15 @@ class RandomStream:
         """
         self.state = draw.after
 
+    def find_departures(self, expected: State) -> dict[str, int]:
+        """Return no seeds, because only dataloaders draw from this stream; see `ProcessStream.find_departures`."""
+        return {}
+
+    def reseed(self, name: str, seed: int) -> None:
+        """Continue one of the generators, such as ``"numpy"``, with the numbers of a 32-bit seed."""
+        with self.drawing():
+            _SEEDERS[name](seed)
+
     def advance(self) -> None:
         """Draw and discard one number from each generator of the stream."""
         with self.drawing():
@@ -171,21 +187,37 @@ class ProcessStream(RandomStream):
         set_host_state(state)
 
     def follow(self, draw: Draw) -> None:
-        """Continue from the state after a draw, if the process's generators are still in the state before it."""
-        if not are_equal(draw.before, draw.after) and are_equal(host_state(), draw.before):
-            set_host_state(draw.after)
+        """Continue each generator from the state after a draw, if it is still in the state before it."""
+        moved = [name for name in _SEEDERS if not _is_same(name, draw.before, draw.after)]
+        if moved:
+            current = host_state()
+            kept = [name for name in moved if _is_same(name, current, draw.before)]
+            set_host_state(current | {name: draw.after[name] for name in kept})
+
+    def find_departures(self, expected: State) -> dict[str, int]:
+        """Return a 32-bit seed for each generator that is no longer in the expected state, derived from its state."""
+        current = host_state()
+        return {name: _hash(name, current) for name in _SEEDERS if not _is_same(name, current, expected)}
+
+
+def _is_same(name: str, first: State, second: State) -> bool:
+    """Return whether one of the generators has the same state in two results of `host_state`."""
+    value, other = first[name], second[name]
+    if name == "numpy":
+        return value[0] == other[0] and value[2:] == other[2:] and np.array_equal(value[1], other[1])
+    return torch.equal(value, other) if name == "torch" else bool(value == other)
+
+
+def _hash(name: str, state: State) -> int:
+    """Return a 32-bit hash of one of the generators' states."""
+    value = state["torch"].tolist() if name == "torch" else state[name]
+    content = (value[1].tolist(), value[2:]) if name == "numpy" else value
+    return int.from_bytes(hashlib.sha256(repr(content).encode()).digest()[:4], "little")
 
 
 def are_equal(first: State, second: State) -> bool:
     """Return whether two states returned by `host_state` are the same."""
-    name, keys, *fields = first["numpy"]
-    other_name, other_keys, *other_fields = second["numpy"]
-    return (
-        torch.equal(first["torch"], second["torch"])
-        and first["python"] == second["python"]
-        and (name, fields) == (other_name, other_fields)
-        and np.array_equal(keys, other_keys)
-    )
+    return all(_is_same(name, first, second) for name in _SEEDERS)
 
 
 def seed_from(state: State, purpose: int | str) -> int:
@@ -204,9 +236,8 @@ def seed_micro_batch(seed: int) -> None:
 
     ``torch.manual_seed`` takes 0.4 ms where CUDA is not initialized, because it records a stack for a later call.
     """
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
+    for seed_generator in _SEEDERS.values():
+        seed_generator(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
     elif torch.backends.mps.is_available():

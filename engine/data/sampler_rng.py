@@ -30,11 +30,36 @@ class CopiedStream(RandomStream):
     """Copy of the run's stream, for a source that is read ahead of the loop and draws meanwhile.
 
     The run's stream follows the batches that the loop has received, so other dataloaders can draw from it in between.
+
+    Args:
+        stream: The run's stream.
+
+    Attributes:
+        departures: The number of items that were read, and a seed, by the name of a generator that was reseeded then.
     """
 
     def __init__(self, stream: RandomStream) -> None:
         super().__init__(stream.get_state())
+        self._stream = stream
         self._taken = self.state
+        self.departures: dict[str, tuple[int, int]] = {}
+
+    def depart(self, count: int, *, repeats: bool) -> None:
+        """Reseed the generators that the model, or another source, has drawn from since the last batch.
+
+        Both have begun in the same state, so they would draw the same numbers.
+
+        Args:
+            count: The number of items that were read in this epoch.
+            repeats: Whether the epoch is read again, and therefore only the recorded departures apply.
+        """
+        if not repeats and len(self.departures) < len(self.state):
+            found = self._stream.find_departures(self._taken)
+            for name in found.keys() - self.departures.keys():
+                self.departures[name] = count, found[name]
+        for name, (when, seed) in self.departures.items():
+            if when == count:
+                self.reseed(name, seed)
 
     def restart(self, state: State) -> None:
         """Continue from another state, without counting the difference as a draw."""

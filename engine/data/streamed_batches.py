@@ -162,8 +162,13 @@ class StreamedBatches:
         self._pushed: deque[tuple[int, Any]] = deque()  # read for a comparison
         self._collate, self._split = collate, 1  # the number of pieces that each batch is split into
         self.counted = None if collate is None else collate.size
+        # A loader that knows its position may read the epoch again by itself, with the numbers of its beginning.
+        self._draws_here = (
+            draws_later and not getattr(source, "num_workers", 0) and not isinstance(stateful, DataLoader)
+        )
         self._loaded_state: dict[str, Any] | None = None  # until the source is started
         self._copy: CopiedStream | None = None  # the source draws from it, and reads ahead of the loop
+        self._repeats = False  # whether the source is read as in an earlier iteration
         self._copy_state: State | None = None  # the state with which it continues once the source is open
         self.seeded: SeededStream | None = None  # the dataset, if its workers outlive an epoch
         self.dataset_epoch = 0
@@ -178,6 +183,7 @@ class StreamedBatches:
         for queue in (self.sizes, self.pieces, self._pushed, self._ahead, self._outlooks):
             queue.clear()
         self._supply = _Supply.OPEN
+        self._count = 0  # of the batches that the source has yielded in this epoch
         self._state_at_end: Any = None  # the source's state before its end
         self.micros: deque[tuple[Micro, Draw | None, None]] = deque()
 
@@ -283,6 +289,9 @@ class StreamedBatches:
         with draws.stream.drawing():
             iterator = iter(view)
         self._copy = CopiedStream(draws.stream)
+        self._copy.departures = order.setdefault("departures", {})
+        self._repeats = is_repeated and loaded is None
+        self._count = 0 if loaded is None else self.start.batches
         if is_repeated:
             draws.stream.go_to(start_state["stream"])
         if loaded is not None and loaded["stream"] is not None:
@@ -314,6 +323,7 @@ class StreamedBatches:
         """
         if self._copy is not None and self._copy_state is not None:
             self._copy.restart(self._copy_state)
+            self._copy.depart(self._count // self._split, repeats=True)
 
     def _read_epoch(self, source: Iterator[Any], is_repeated: bool, loaded: dict[str, Any] | None) -> Iterator[Any]:
         source = avoid_rewind(source)
@@ -527,8 +537,11 @@ class StreamedBatches:
     def _read(self, source: Iterator[Any], count: int) -> list[tuple[int, Any]]:
         pushed = [self._pushed.popleft() for _ in range(min(count, len(self._pushed)))]
         count -= len(pushed)
+        if count and self._copy is not None and self._draws_here:
+            self._copy.depart(self._count // self._split, repeats=self._repeats)
         with self._lend():
             items = list(itertools.islice(source, count))
+        self._count += len(items)
         if self.counted is None:
             return [*pushed, *((1, item) for item in items)]
         if self.planner.world_size == 1:  # nothing is sharded, so a user-defined `__iter__` may yield other batches
@@ -567,6 +580,7 @@ class StreamedBatches:
             self._supply = _Supply.ENDED
         if batches:  # the process has followed the reader up to here
             self._take_drawn()
+            self._repeats = False
         return batch
 
 

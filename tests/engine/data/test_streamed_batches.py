@@ -1,12 +1,53 @@
-"""Streams that know where they are, on two processes."""
+"""Streams that draw random numbers in a process beside a model, and streams that know where they are, on two."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
+from support.loader_ranks import make_alone, seed
 from support.processes import run
 from support.resume_trials import Stateful
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from treadle.engine.rng import ProcessStream
 
 import treadle
+
+DRAW = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand((), dtype=torch.float64).item()}
+
+
+class Drawn(IterableDataset):
+    def __init__(self, kind):
+        self.draw = DRAW[kind]
+
+    def __iter__(self):
+        for _ in range(5):
+            yield self.draw()
+
+
+@pytest.mark.parametrize(("stream", "model"), [("numpy", "torch"), ("python", "numpy"), ("torch", "python")])
+def test_a_generator_that_only_the_stream_draws_from_gives_the_plain_loops_numbers(stream, model):
+    def read(loader):
+        seed(7)
+        return [(batch.item(), DRAW[model]()) for _ in range(3) for batch in loader]
+
+    plain = DataLoader(Drawn(stream), batch_size=1)
+    assert read(make_alone(plain, ProcessStream())) == read(plain)
+
+
+@pytest.mark.parametrize("kind", DRAW)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_stream_and_a_model_never_draw_the_same_numbers(kind, accumulate):
+    seed(7)
+    loader = make_alone(DataLoader(Drawn(kind), batch_size=1), ProcessStream(), accumulate=accumulate)
+    validation = make_alone(DataLoader(Drawn(kind), batch_size=1), ProcessStream())
+    drawn = []
+    for epoch in range(3):
+        for number, batch in enumerate(loader):
+            drawn += [batch.item(), DRAW[kind]()]
+            if epoch and number == 2:
+                drawn += [value.item() for value in validation]
+    assert len(drawn) == len({*drawn}) == 40
 
 
 def read(accelerator, loader):
