@@ -143,8 +143,8 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """Name under which the callback's state is saved. It includes ``monitor`` and ``mode``."""
-        return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
+        """Name under which the callback's state is saved. It includes the class, ``monitor`` and ``mode``."""
+        return f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the callback."""

@@ -225,9 +225,9 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Name under which the state is saved. It includes the monitor, the mode and the triggers."""
+        """Name under which the state is saved. It includes the class, the monitor, the mode and the triggers."""
         return (
-            f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
+            f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
             f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, "
             f"train_time_interval={self.train_time_interval})"
         )

@@ -43,8 +43,8 @@ class OnExceptionCheckpoint(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """Name under which the state is saved. It includes ``filename``."""
-        return f"OnExceptionCheckpoint({self.filename!r})"
+        """Name under which the state is saved. It includes the class and ``filename``."""
+        return f"{type(self).__qualname__}({self.filename!r})"
 
     @property
     def ckpt_path(self) -> str:

@@ -99,8 +99,8 @@ class SpikeWatch(Callback):
 
     @property
     def state_key(self) -> str:
-        """Name under which the callback's state is saved. It includes ``monitor`` and ``action``."""
-        return f"SpikeWatch({self.monitor!r}, {self.action!r})"
+        """Name under which the callback's state is saved. It includes the class, ``monitor`` and ``action``."""
+        return f"{type(self).__qualname__}({self.monitor!r}, {self.action!r})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the callback's state: the window, the unchecked values and the spikes."""

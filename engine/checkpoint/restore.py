@@ -343,8 +343,8 @@ def _select_fitting_optimizers(
     loads, path = [], opened.path
     for number, prepared in enumerate(optimizers):
         optimizer = prepared.optimizer
-        saved = _merge_optimizer_state(opened, number)
         names = optimizer_state.name_parameters(optimizer, models)
+        saved = optimizer_state.follow_replaced(_merge_optimizer_state(opened, number), optimizer, names)
         if lines := optimizer_state.list_differences(saved, optimizer, names):
             text = f"{path} was saved with a different optimizer:\n  " + abbreviate(lines, 30, "\n  ")
             if strict:

@@ -184,6 +184,27 @@ def _is_index(key: Any, names: list[str]) -> bool:
     return isinstance(key, int) and 0 <= key < len(names)
 
 
+def follow_replaced(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> OptimizerState:
+    """Return a saved state in which parameters of no model have the names of those in their place in ``optimizer``.
+
+    A run that replaces a layer, for example by a copy of another one, still has the former parameters in its optimizer.
+    When it is resumed, the optimizer gets those of the layer's present tensors.
+    """
+    current = {f"parameter {i}": item for i, item in enumerate(zip(names, list_parameters(optimizer), strict=True))}
+    renamed = {
+        key: name
+        for key, (name, parameter) in current.items()
+        if name not in saved["shapes"] and saved["shapes"].get(key) == list(parameter.shape)
+    }
+    return {
+        **saved,
+        "shapes": {renamed.get(name, name): shape for name, shape in saved["shapes"].items()},
+        "formats": {renamed.get(name, name): dtype for name, dtype in saved["formats"].items()},
+        "slots": {renamed.get(name, name): slot for name, slot in saved["slots"].items()},
+        "groups": [{**group, "params": [renamed.get(n, n) for n in group["params"]]} for group in saved["groups"]],
+    }
+
+
 def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> list[str]:
     """Return the differences between a state returned by `encode_by_name` and an optimizer, as one text for each.
 

@@ -418,6 +418,18 @@ def test_public_attributes_can_be_set(tmp_path):
     assert (kept.state_dict()["best_model_path"], kept.state_dict()["last_model_path"]) == ("elsewhere.ckpt",) * 2
 
 
+def test_a_subclass_beside_its_base_class_has_a_state_of_its_own(tmp_path):
+    class Mine(ModelCheckpoint):
+        pass
+
+    kept, mine = ModelCheckpoint(tmp_path / "c", monitor="val_loss"), Mine(tmp_path / "m", monitor="val_loss")
+    fit(tmp_path, kept, mine, values=[2.0, 1.0, 3.0], max_epochs=3)
+    again = [ModelCheckpoint(tmp_path / "c", monitor="val_loss"), Mine(tmp_path / "m", monitor="val_loss")]
+    fit(tmp_path, *again, values=[5.0, 5.0, 3.0, 4.0], max_epochs=4, ckpt_path=kept.best_model_path)
+    assert [float(one.best_model_score) for one in again] == [1.0, 1.0]
+    assert [Path(one.best_model_path).parent.name for one in again] == ["c", "m"]
+
+
 # -- what can go wrong ---------------------------------------------------------------------------------------------
 
 

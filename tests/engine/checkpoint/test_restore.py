@@ -1,5 +1,6 @@
 """What a checkpoint is loaded into: another model or optimizer is refused with a list, or what fits is taken."""
 
+import copy
 import json
 import os
 import warnings
@@ -119,6 +120,19 @@ def test_any_state_of_an_optimizer(tmp_path, make):
     for one, net, own in ((accelerator, model, optimizer), (again, other, stepper)):
         one.backward(net(torch.ones(2, 4)).square().mean())
         own.step()
+    same(other.state_dict(), model.state_dict())
+    assert repr(stepper.state_dict()) == repr(optimizer.state_dict())
+
+
+def test_a_layer_that_was_replaced_after_the_optimizer_was_made(tmp_path):
+    def replace_head(model):  # a baseline or a target network
+        model.parts["head"] = copy.deepcopy(model.parts["head"])
+
+    accelerator, model, optimizer = prepared(steps=3)
+    replace_head(accelerator.unwrap_model(model))
+    accelerator.save_state(tmp_path / "x")
+    again, other, stepper = prepared(steps=1)
+    again.load_state(tmp_path / "x")
     same(other.state_dict(), model.state_dict())
     assert repr(stepper.state_dict()) == repr(optimizer.state_dict())
 
