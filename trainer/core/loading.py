@@ -19,8 +19,10 @@ from ...engine.checkpoint import (
     ADDED,
     DATAMODULE_HPARAMS,
     HPARAMS,
+    STATE,
     OpenCheckpoint,
     Record,
+    decode,
     extra_part,
     filesystem,
     load_into_memory,
@@ -402,7 +404,38 @@ def _read_parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
             inside = file.reader.mapping({key: value}, "")
         check_extent(inside)
         parts |= _read_tensors(file, inside)
+    exact = parts.get("treadle")
+    if isinstance(exact, dict) and isinstance(files := exact.get("files"), dict):
+        try:
+            parts |= _read_exact_hparams(files)
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"its entry 'treadle' is damaged: {error}") from error
     return parts, dropped
+
+
+def _read_exact_hparams(files: dict[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters in the files that a `CheckpointIO` plugin wrote, with the changes that hooks made.
+
+    The other entries of the plugin's dict contain them as plain data, without classes and the types of enums and dates.
+
+    Args:
+        files: For each file, its content, or a dict with the tensors in it.
+    """
+
+    def read(part: str) -> Any:
+        content = files.get(f"{part}.json")
+        return json.loads(content) if isinstance(content, bytes) else {}
+
+    def restore(document: Any, part: str) -> dict[str, Any]:
+        restored = decode(document, (files.get(f"{part}.safetensors") or {}).get("tensors", {}))
+        return restored if isinstance(restored, dict) else {}
+
+    in_state = read(STATE).get("registered", {}).get("callbacks", {}).get("added", {})
+    added, part = (read(ADDED), ADDED) if f"{ADDED}.json" in files else (in_state, STATE)
+    document = restore(read(HPARAMS), HPARAMS)
+    _take_changed_hparams(document, {"hyper_parameters": restore(added.get("hyper_parameters", {}), part)})
+    module = restore(read(DATAMODULE_HPARAMS), DATAMODULE_HPARAMS)
+    return {**document, **{f"datamodule_{name}": value for name, value in module.items()}}
 
 
 def _read_tensors(file: TorchFile, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 
 import pytest
@@ -58,6 +59,33 @@ def test_a_plugin_writes_all_checkpoints_and_a_resume_is_exact(wrap, tmp_path):
     assert Task.load_from_checkpoint(last).hparams == {"lr": 0.1}
     # The dict's two sides share their tensors in the file.
     assert os.path.getsize(last) < 1.5 * os.path.getsize(next((tmp_path / "whole").glob("last.ckpt")))
+
+
+class Chosen(Task):
+    def __init__(self, kind=torch.optim.Adam, day=None, shift=None, changed=1):
+        super().__init__()
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["hyper_parameters"]["changed"] = 2
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_plugins_file_holds_classes_dates_and_tensors_of_hyperparameters(weights_only, tmp_path):
+    trainer = treadle.Trainer(max_steps=1, plugins=Recording(), **NO_OUTPUT)
+    day, shift = datetime.date(2021, 2, 3), torch.arange(2.0)
+    trainer.fit(Chosen(torch.optim.SGD, day, shift), loader())
+    trainer.save_checkpoint(tmp_path / "x.ckpt", weights_only)
+    del trainer
+    loaded = Chosen.load_from_checkpoint(tmp_path / "x.ckpt").hparams
+    assert (loaded["kind"], loaded["day"], loaded["changed"]) == (torch.optim.SGD, day, 2)
+    assert loaded["shift"].equal(shift)
+
+
+@pytest.mark.parametrize("files", [{"hparams.json": b"[["}, {"state.json": b'{"registered": 1}'}])
+def test_a_plugins_damaged_file_is_an_ordinary_error(files, tmp_path):
+    torch.save({"state_dict": {}, "treadle": {"files": files}}, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=r"x\.ckpt cannot be read"):
+        Chosen.load_from_checkpoint(tmp_path / "x.ckpt")
 
 
 @pytest.mark.parametrize("plugin", [None, Recording()], ids=["default", "plugin"])
