@@ -60,6 +60,7 @@ class LaunchEnvironment:
         node_rank: Index of this machine.
         nodes: Number of machines; None if the launcher does not report it.
         supervisor: Process ID of Treadle's supervisor or of the notebook session, or None.
+        relaunched: Whether the script itself started the processes, by a Trainer with several devices.
         launcher: ``"torchrun"`` (also for launchers that set its variables), ``"ray"``, ``"srun"`` or ``"mpirun"``.
         gpu: Index of the GPU that the launcher has assigned, or None.
         address: Host and port on which rank 0 listens. None means that torch reads them from MASTER_ADDR and
@@ -81,6 +82,7 @@ class LaunchEnvironment:
     node_rank: int
     nodes: int | None = None
     supervisor: int | None = None
+    relaunched: bool = False
     launcher: str = "torchrun"
     gpu: int | None = None
     address: tuple[str, int] | None = None
@@ -197,6 +199,7 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
         launched,
         nodes=_parse_number(env, "GROUP_WORLD_SIZE", low=1, high=size) if "GROUP_WORLD_SIZE" in env else None,
         supervisor=_parse_number(env, "TREADLE_SUPERVISOR", low=1) if "TREADLE_SUPERVISOR" in env else None,
+        relaunched="TREADLE_SUPERVISOR_RELAUNCHES" in env,
     )
 
 

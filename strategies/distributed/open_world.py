@@ -9,6 +9,7 @@ from enum import StrEnum
 import torch
 import torch.distributed as dist
 
+from ...common.messages import announce
 from ...common.validation import check_int, choose, parse_truth
 from ..launch import supervisor
 from ..processes import die_with_parent, open_scratch
@@ -32,6 +33,7 @@ def open_world(
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``. Default: ``"auto"``.
         devices: A number, indices (a list or ``"0,2"``), ``-1`` for all GPUs, or ``"auto"``. Default: ``"auto"``, which
             uses one device per process of the launcher or, without a launcher, one device or all GPUs (see ``spread``).
+            With one device, each of the processes that another call has started runs alone.
         num_nodes: Number of machines. With a launcher, 1 stands for any number. Default: 1.
         spread: Let ``"auto"`` use all CUDA GPUs if there is no launcher and the script can be run again. Default: True.
         timeout: Maximum time that a collective waits. Default: that of an existing process group, or 30 minutes.
@@ -61,10 +63,15 @@ def open_world(
     if launched.supervisor is not None:
         die_with_parent(launched.supervisor)  # one that SIGKILL ended cannot end its ranks, which would keep the GPUs
     open_scratch(launched.supervisor or os.getppid())  # under torchrun, the parent of all ranks of this machine
+    visible_count = torch.cuda.device_count() if kind == "cuda" else None
+    if launched.relaunched and device_indices is not None and len(device_indices) == num_nodes == 1:
+        if launched.rank == 0:
+            announce(f"devices={devices!r}: each of the {launched.world_size} processes of this script runs alone")
+        ranks = list(range(launched.local_world_size))
+        return World(device=requested or device_of(kind, launched.device_index(ranks, visible_count)))
     if device_indices is None:
         device_indices = list(range(launched.local_world_size))
     launched.check(devices, len(device_indices), num_nodes)
-    visible_count = torch.cuda.device_count() if kind == "cuda" else None
     return World(
         rank=launched.rank,
         size=launched.world_size,

@@ -27,7 +27,8 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
     """
     if (config := _get_hydra_config()) is not None:
         os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it again in each rank
-    status = supervise(Job(nproc=nproc, command=build_relaunch_command(nproc), grace=grace))
+    with variables_set({"TREADLE_SUPERVISOR_RELAUNCHES": "1"}):
+        status = supervise(Job(nproc=nproc, command=build_relaunch_command(nproc), grace=grace))
     for stream in (sys.stdout, sys.stderr):
         # The reader of a pipe may have ended by now; that must not replace the ranks' status with this process's own.
         with contextlib.suppress(OSError, ValueError, AttributeError):

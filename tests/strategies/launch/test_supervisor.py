@@ -77,6 +77,29 @@ def test_module_is_run_again_as_a_module(tmp_path):
     assert sorted(done.stdout.splitlines()[1:]) == [f"{rank} package.module ['--devices', '2']" for rank in (0, 1)]
 
 
+@pytest.mark.long
+def test_a_later_trainer_with_one_device_runs_alone_in_each_process(tmp_path):
+    source = """
+    import os
+    import treadle
+    from treadle.compat.demos.boring_classes import BoringModel
+    flags = {"accelerator": "cpu", "max_steps": 1, "limit_test_batches": 2, "enable_progress_bar": False}
+    task = BoringModel()
+    treadle.Trainer(devices=2, strategy="ddp", **flags).fit(task)
+    trainer = treadle.Trainer(devices=1, num_nodes=1, **flags)
+    assert trainer.test(task)
+    trainer.fit(task)
+    print(os.environ["RANK"], trainer.world_size, os.path.basename(trainer.log_dir))
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(source))
+    done = run([sys.executable, "train.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "devices=1: each of the 2 processes of this script runs alone" in done.stderr
+    found = sorted(line.split() for line in done.stdout.splitlines() if line.startswith(("0 1", "1 1")))
+    assert [words[:2] for words in found] == [["0", "1"], ["1", "1"]]
+    assert len({version for *_, version in found}) == 2  # each has a folder of its own
+
+
 def test_command_survives_changed_directory_and_used_up_arguments(tmp_path):
     source = """
     import os, sys
