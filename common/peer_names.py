@@ -39,10 +39,13 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
     def __getattr__(name: str) -> Any:
         if name.startswith("__"):  # such as ``__file__``, which `inspect` asks of every module
             raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
-        try:
-            value = getattr(None if name in listed else own, name)
-        except (AttributeError, _NoSuchNameError):
-            value = find_peer_name(module, name, names)
+        if name not in listed and is_module(submodule := f"{module}.{name}"):  # may have more than the own one
+            value = importlib.import_module(submodule)
+        else:
+            try:
+                value = getattr(None if name in listed else own, name)
+            except (AttributeError, _NoSuchNameError):
+                value = find_peer_name(module, name, names)
         setattr(sys.modules[module], name, value)  # later lookups find it in the module itself
         return value
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         ParallelismConfig,
         PartialState,
         ProfileKwargs,
-        callbacks,
         cpu_offload,
         cpu_offload_with_hook,
         debug_launcher,
@@ -38,14 +37,8 @@ if TYPE_CHECKING:
         init_on_device,
         load_checkpoint_and_dispatch,
         load_checkpoint_in_model,
-        loggers,
         notebook_launcher,
-        plugins,
-        profilers,
         skip_first_batches,
-        strategies,
-        tuner,
-        utilities,
     )
     from ..callbacks import Callback
     from ..cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback

@@ -58,6 +58,11 @@ def is_cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
+def num_cuda_devices() -> int:
+    """Return the number of CUDA devices that torch can use."""
+    return torch.cuda.device_count()
+
+
 def is_mps_available(min_version: str = "1.12") -> bool:
     """Return whether torch can use an Apple GPU.
 

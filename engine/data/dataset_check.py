@@ -61,8 +61,9 @@ def share_data(dataset: Any, world: World) -> bool:
     raise ValueError(
         f"the datasets on the ranks {differ}, but a dataset is sharded by index, so samples would be missed or "
         f"repeated. Build the same {type(dataset).__name__} on every rank: call seed_everything(seed) before random "
-        "data is created or split, and sort the entries of a directory or a set. If each rank should hold its own "
-        "share, pass Trainer(use_distributed_sampler=False) or prepare_data_loader(..., shard=False)."
+        "data is created or split, in __init__, setup or train_dataloader (in other hooks, each rank draws its own "
+        "numbers), and sort the entries of a directory or a set. If each rank should hold its own share, pass "
+        "Trainer(use_distributed_sampler=False) or prepare_data_loader(..., shard=False)."
     )
 
 

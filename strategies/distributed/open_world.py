@@ -49,41 +49,49 @@ def open_world(
     launched = LaunchEnvironment.read()
     device_indices = parse_devices(kind, devices)
     if launched is None:
-        if num_nodes != 1:
-            raise ValueError(
-                f"num_nodes={num_nodes} needs a launcher on every machine. Run `treadle launch --nnodes {num_nodes} "
-                "--rdzv-endpoint HOST:PORT script.py` on each machine."
-            )
-        if device_indices is None:
-            uses_all = kind == "cuda" and spread and requested is None and supervisor.has_script()
-            device_indices = list(range(torch.cuda.device_count() if uses_all else 1))
-        if len(device_indices) > 1:
-            supervisor.relaunch(len(device_indices))
+        device_indices = _choose_devices(kind, device_indices, num_nodes, spread and requested is None)
         return World(device=requested or device_of(kind, device_indices[0]))
     if launched.supervisor is not None:
         die_with_parent(launched.supervisor)  # one that SIGKILL ended cannot end its ranks, which would keep the GPUs
     open_scratch(launched.supervisor or os.getppid())  # under torchrun, the parent of all ranks of this machine
+    ranks = list(range(launched.local_world_size))
+    is_alone = launched.relaunched and device_indices is not None and len(device_indices) == num_nodes == 1
+    if not is_alone:
+        launched.check(devices, len(device_indices or ranks), num_nodes)
     visible_count = torch.cuda.device_count() if kind == "cuda" else None
-    if launched.relaunched and device_indices is not None and len(device_indices) == num_nodes == 1:
+    index = launched.device_index(ranks if is_alone else device_indices or ranks, visible_count)
+    device = requested or device_of(kind, index)
+    if is_alone:
         if launched.rank == 0:
             announce(f"devices={devices!r}: each of the {launched.world_size} processes of this script runs alone")
-        ranks = list(range(launched.local_world_size))
-        return World(device=requested or device_of(kind, launched.device_index(ranks, visible_count)))
-    if device_indices is None:
-        device_indices = list(range(launched.local_world_size))
-    launched.check(devices, len(device_indices), num_nodes)
+        return World(device=device)
     return World(
         rank=launched.rank,
         size=launched.world_size,
         local_rank=launched.local_rank,
         local_size=launched.local_world_size,
         node_rank=launched.node_rank,
-        device=requested or device_of(kind, launched.device_index(device_indices, visible_count)),
+        device=device,
         address=launched.address,
         run_id=launched.run_id,
         timeout=timeout,
         backend=backend,
     )
+
+
+def _choose_devices(kind: str, device_indices: list[int] | None, num_nodes: int, spread: bool) -> list[int]:
+    """Return this process's device without a launcher. If there are several, start one process for each instead."""
+    if num_nodes != 1:
+        raise ValueError(
+            f"num_nodes={num_nodes} needs a launcher on every machine. Run `treadle launch --nnodes {num_nodes} "
+            "--rdzv-endpoint HOST:PORT script.py` on each machine."
+        )
+    if device_indices is None:
+        uses_all = kind == "cuda" and spread and supervisor.has_script()
+        device_indices = list(range(torch.cuda.device_count() if uses_all else 1))
+    if len(device_indices) > 1:
+        supervisor.relaunch(len(device_indices))
+    return device_indices
 
 
 def _choose_device(accelerator: str, devices: Devices) -> tuple[str, torch.device | None]:

@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import subprocess
+import sys
 
 import pytest
 import treadle.compat as pl
@@ -103,3 +105,18 @@ def test_names_of_files_that_accelerates_utils_have() -> None:
 
     assert (SAFE_WEIGHTS_NAME, WEIGHTS_NAME) == ("model.safetensors", "pytorch_model.bin")
     assert SAFE_WEIGHTS_INDEX_NAME == "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "loggers.logger.DummyLogger",
+        "utilities.types._EVALUATE_OUTPUT",
+        "fabric.accelerators.cuda.num_cuda_devices",
+        "fabric.utilities.data.AttributeDict",
+        "fabric.plugins.io.torch_io.TorchCheckpointIO",
+    ],
+)
+def test_names_of_submodules_are_attributes_before_an_import_too(path):
+    source = f"import treadle.compat as pl; pl.{path}"
+    subprocess.run([sys.executable, "-c", source], check=True)
