@@ -330,6 +330,9 @@ class Loader:
     def _begin(self) -> Iterator[Any]:
         """Start the epoch's iterator, which appends the metadata of each batch to ``self._reader.micros``."""
         position = self._position
+        if position.phase is Phase.LOADED and position.batches and not self.evaluation:
+            left = position.batches if self.length is None else self.length - position.batches
+            self._cursor.resumed = self._cursor.read, min(position.batches, left)
         self._leave_epoch()
         if position.order is None and self._repeats and self._first is not None:
             position.order = self._first

@@ -21,9 +21,11 @@ class Cursor:
         around: Function that returns the context in which a batch is processed; None if no context is needed. Its
             argument is whether the batch is short and not the first of the epoch.
         outlook: This rank's votes on an upcoming group; None if the rank does not vote.
+        resumed: After a resume within an epoch, the value of ``read`` there, and how many batches a loop would leave
+            out that skips those before the position once more; None otherwise.
     """
 
-    __slots__ = ("around", "micro", "number", "outlook", "read", "waited")
+    __slots__ = ("around", "micro", "number", "outlook", "read", "resumed", "waited")
 
     def __init__(self) -> None:
         self.micro: Micro | None = None
@@ -31,6 +33,7 @@ class Cursor:
         self.read = self.number = 0
         self.around: Callable[[bool], AbstractContextManager[Any]] | None = None
         self.outlook: Outlook | None = None
+        self.resumed: tuple[int, int] | None = None
 
 
 _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE

@@ -74,6 +74,7 @@ class LoopCheck:
         """
         self._passes += 1
         self._check_reach(loss, models_only)
+        self._check_resume()
         if not models_only:
             self._check_accumulation()
             self._check_optimizer()
@@ -106,6 +107,17 @@ class LoopCheck:
                 f"the module to {self.method}, and use the module that {self.method} returns. If each process trains "
                 "a model of its own, call loss.backward().",
                 diverges=True,
+            )
+
+    def _check_resume(self) -> None:
+        cursor = self._accumulation.cursor
+        resumed, cursor.resumed = cursor.resumed, None
+        if resumed is not None and 0 < resumed[1] <= (skipped := cursor.number - resumed[0] - 1):
+            self._report(
+                "resume",
+                f"after load_state, {format_count(skipped, 'batch')} had no backward pass. The dataloader continues "
+                "after the batches before the checkpoint by itself, so a loop that skips them, such as `if step < "
+                "resume_step: continue`, loses others. Remove it.",
             )
 
     def _check_accumulation(self) -> None:

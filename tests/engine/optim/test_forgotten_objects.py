@@ -288,3 +288,29 @@ def test_a_checkpoint_of_nothing(tmp_path, recwarn):
 
 def test_the_check_ends():
     assert not train_prepared(*ALL).loop_check.active
+
+
+@pytest.mark.parametrize("done", [3, 12])
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_resumed_loop_that_skips_once_more_is_warned(tmp_path, done, skips, recwarn):
+    def prepare():
+        accelerator, model, optimizer = start()
+        return accelerator, *accelerator.prepare(model, optimizer, data())
+
+    accelerator, model, optimizer, loader = prepare()
+    for number, x in enumerate(loader, 1):
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        if number == done:
+            accelerator.save_state(tmp_path / "x")
+            break
+    accelerator, model, optimizer, loader = prepare()
+    accelerator.load_state(tmp_path / "x")
+    for epoch in range(2):
+        for number, x in enumerate(loader):
+            if skips and epoch == 0 and number < done:
+                continue
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+    found = [str(warning.message) for warning in recwarn if "had no backward pass" in str(warning.message)]
+    assert len(found) == skips
