@@ -18,7 +18,14 @@ from torch.utils.hooks import RemovableHandle
 from ...common.messages import named_ranks, warn
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies import World
-from ...strategies.distributed import is_sharded, name_phase, strip_compile_prefix, whole
+from ...strategies.distributed import (
+    PassedMeeting,
+    is_sharded,
+    mark_exchange,
+    name_phase,
+    strip_compile_prefix,
+    whole,
+)
 from ..configuration import ProjectConfiguration
 from ..optim import check_schedule
 from ..process import Prepared
@@ -66,6 +73,7 @@ class Checkpointer:
         self.loaded_from: restore.LoadedFrom = WeakKeyDictionary()
         self.saving: Job | None = None
         self.host_copies = HostCopies()
+        self._alone = set[str]()  # lines at which only rank zero calls `save_state`
         self.frozen: WeakKeyDictionary[nn.Module, FrozenWeights] = WeakKeyDictionary()
         # A proxy, so that an Accelerator and its models are freed by reference counting once their last user releases
         # them.
@@ -126,7 +134,8 @@ class Checkpointer:
             )
         content.check_places("save_state", {} if output_dir is None else {"output_dir": output_dir}, also)
         accelerator, world = self._accelerator, self._accelerator.world
-        world.meet("accelerator.save_state")
+        if not self._meet(choose_save is None):
+            return self._save_alone(output_dir, info=info, parts=parts, weights_only=weights_only, also=also)
         self.finish_saving()
         project = accelerator.project_configuration
         numbering = project if output_dir is None else None
@@ -160,6 +169,35 @@ class Checkpointer:
             numbering.iteration += 1
         self._start_save(targets, files, info | self._describe_weights(), numbering, copying, make_save)
         return targets[0]
+
+    def _meet(self, may_be_alone: bool) -> bool:
+        """Wait for all ranks, and return whether they save together. Otherwise, rank zero saves alone.
+
+        Public loops call ``save_state`` on rank zero only, which works without sharding, as for Accelerate. The line of
+        such a call is known from then on, so that later saves there do not wait.
+        """
+        world, place = self._accelerator.world, mark_exchange()[1]
+        if not (may_be_alone and world.is_main and world.size > 1) or self._needs_all_ranks():
+            return world.meet("accelerator.save_state")
+        if place not in self._alone and not world.meet("accelerator.save_state", PassedMeeting(world)):
+            self._alone.add(place)
+            warn(
+                f"only rank zero called {place}, so this checkpoint lacks the other ranks' random states, and the call "
+                "took some seconds. Call save_state on all ranks; each file is still written only once."
+            )
+        return place not in self._alone
+
+    def _needs_all_ranks(self) -> bool:
+        strategy = self._accelerator.strategy
+        return strategy.sharded or any(strategy.keeps_apart(p.optimizer) for p in self._accelerator.optimizers)
+
+    def _save_alone(self, output_dir: Any, info: dict[str, Any] | None, **options: Any) -> AnyPath:
+        world = self._accelerator.world
+        self._accelerator.world = World(device=world.device)
+        try:
+            return self.save_state(output_dir, info={**(info or {}), "saved_by": world.size}, **options)
+        finally:
+            self._accelerator.world = world
 
     def _describe_weights(self) -> dict[str, str]:
         return {} if self._accelerator.step_micro_batches is None else {"weights_digest": self.record_weights()}

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     )
     from .tracebacks import PeerFailed, format_error, hide_frames
     from .training_clock import name_phase
-    from .waiting_call import DistributedOperationException
-    from .watchdog import HUNG, Watchdog, watch
+    from .waiting_call import DistributedOperationException, mark_exchange
+    from .watchdog import HUNG, PassedMeeting, Watchdog, watch
     from .world import REPLICATE, SHARD, TENSOR, Layout, World
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -63,6 +63,7 @@ _INTERRUPT = 2.0  # seconds within which the main thread has to notice an interr
 _FIRST = 10  # beats during which rank 0 is searched for on this machine
 _HURRY = 0.02  # seconds between calls of a periodic function that waits for other ranks, as before a common exit
 _MOST_LOOKED_AT = 64  # ranks that each rank that waits for a meeting examines
+_PASSED = 2.0  # seconds after which a rank that waits elsewhere has passed by a meeting
 _STALL = 8.0  # seconds of waiting after which a rank counts as stalled
 
 _AT_END = WaitingCall("the end of the script", "has reached the end of the script")
@@ -406,6 +407,29 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
     process_group.on_disconnect(dismiss)
     _current.append(Watchdog(world, limit, strict, store))
     return _current[0]
+
+
+class PassedMeeting:
+    """Check whether all other ranks have passed by a meeting in which this rank waits, for `World.meet`.
+
+    Args:
+        world: All ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._messages: RankMessages | None = None
+        self._next = time.monotonic() + _PASSED
+
+    def __call__(self) -> bool:
+        """Return whether all others have taken steps beyond it, and have waited since. They are asked once a second."""
+        if time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + 1.0
+        if self._messages is None:
+            self._messages = RankMessages(_connect(), self._world.rank, self._world.size)
+        beats = map(self._messages.read_beat, {*range(self._world.size)} - {self._world.rank})
+        return all(b is not None and b["progress"] > progress.measure() and b["still"] >= _PASSED for b in beats)
 
 
 def dismiss() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -265,13 +265,14 @@ class World:
         except RuntimeError:  # the process that held the store has ended, so it called this earlier
             return False
 
-    def meet(self, call: str) -> None:
-        """Wait until every process has entered ``call``.
+    def meet(self, call: str, is_passed: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until every process has entered ``call``, and return whether they have.
 
         Does nothing in a world that was created with a ``group``.
 
         Args:
             call: Name of the call, for error messages. It must be the same on all processes.
+            is_passed: Function that is called while this process waits. If it returns True, the result is False.
 
         Raises:
             RuntimeError: If another process does not enter the call within the timeout. If it can no longer enter the
@@ -279,9 +280,10 @@ class World:
         """
         if self.size > 1 and self.group is None:
             self._compare("meet")
-            self._await_arrivals(call)
+            return self._await_arrivals(call, is_passed)
+        return True
 
-    def _await_arrivals(self, call: str) -> None:
+    def _await_arrivals(self, call: str, is_passed: Callable[[], bool]) -> bool:
         """Wait in the group's store, because a collective might match another one in which a rank waits.
 
         The store is polled, because its own wait delays signal handlers.
@@ -299,6 +301,9 @@ class World:
                         "Call it on every rank, not under `if trainer.is_global_zero:` or `if "
                         "accelerator.is_main_process:`. Each file is still written only once."
                     )
+                if is_passed():
+                    store.add(arrived, -1)
+                    return False
                 time.sleep(pause)
                 pause = min(1.5 * pause, 0.05 + self.size / 5000)
                 count = store.add(arrived, 0)
@@ -308,6 +313,7 @@ class World:
             raise
         process_group.meetings[call] += 1
         progress.note_meeting()
+        return True
 
     def all_reduce(self, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
         """Reduce ``tensor`` over all processes, in place.

@@ -5,7 +5,9 @@ import errno
 import io
 import json
 import os
+import time
 import uuid
+import warnings
 from collections import Counter, OrderedDict, defaultdict
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
+from support.differences import differences
 from support.models import Count, take_step
 from support.processes import run
 from support.resume_trials import Uneven
@@ -725,3 +728,38 @@ def test_a_directory_of_checkpoints_that_became_a_file_is_named(tmp_path):
             accelerator.finish_saving()
     with pytest.raises(OSError, match=r"run is not a directory\. Choose"):
         CheckpointStore(tmp_path / "run").probe()
+
+
+def save_on_rank_zero(root):
+    """As many public loops do it; the last save is of all ranks."""
+    torch.manual_seed(0)
+    accelerator = treadle.Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    seconds = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            take_step(accelerator, model, optimizer, torch.ones(2, 2))
+            if step < 3 and accelerator.is_main_process:
+                began = time.monotonic()
+                accelerator.save_state(f"{root}/{step}")
+                seconds.append(time.monotonic() - began)
+    accelerator.save_state(f"{root}/all")
+    states = {}
+    for name in ("2", "all"):
+        accelerator.load_state(f"{root}/{name}")
+        states[name] = [value.clone() for value in accelerator.unwrap_model(model).state_dict().values()]
+        steps = [state["step"].item() for state in optimizer.state.values()]
+        assert steps == [3 if name == "2" else 4] * 4
+    said = [str(warning.message) for warning in caught if "only rank zero called save_state" in str(warning.message)]
+    return seconds, states, len(said)
+
+
+@pytest.mark.long
+def test_rank_zero_may_save_alone_without_sharding(tmp_path):
+    (seconds, states, said), (none, others, silent) = run(save_on_rank_zero, 2, str(tmp_path))
+    assert differences(states, others) == []
+    assert differences(states["2"], states["all"]) != []
+    assert seconds[0] > 1.0 > max(seconds[1:])  # the other rank is waited for once
+    assert (none, said, silent) == ([], 1, 0)

@@ -136,7 +136,7 @@ LOOP = """
 accelerator = treadle.Accelerator(cpu=True, devices=2)
 model = accelerator.prepare(torch.nn.Linear(2, 1))
 for step in range(3):
-    if step == 2 and accelerator.is_main_process:
+    if step == 2 and accelerator.process_index == 1:
         CALL
     accelerator.backward(model(torch.ones(4, 2)).sum())
 """
@@ -161,7 +161,7 @@ import threading
 accelerator = treadle.Accelerator(cpu=True, devices=2)
 model = accelerator.prepare(torch.nn.Linear(2, 1))
 accelerator.save_state("s")
-if accelerator.is_main_process:
+if accelerator.process_index == 1:
     accelerator.save_state("s")
 model(torch.ones(4, 2))
 lock = threading.Lock()  # as in a collective of NCCL's, which no stack shows
@@ -184,13 +184,13 @@ trainer.fit(Task())
 @pytest.mark.parametrize(
     ("source", "first", "second"),
     [
-        pytest.param(BARRIER, "barrier in wait_for_everyone at .*:13", "backward at ", marks=pytest.mark.exhaustive),
-        (SAVE, "meet in save_state at .*train.py:13", "backward at .*train.py:14"),
+        pytest.param(BARRIER, "backward at ", "barrier in wait_for_everyone at .*:13", marks=pytest.mark.exhaustive),
+        (SAVE, "backward at .*train.py:14", "meet in save_state at .*train.py:13"),
         pytest.param(MODEL, "meet in save_state at", "meet in save_model at", marks=pytest.mark.exhaustive),
         # Calls of torch that come first of all.
         pytest.param(FIRST, "all_reduce at .*train.py:10", "barrier at .*train.py:10", marks=pytest.mark.exhaustive),
         (END, "meet in save_state at .*train.py:11", "has reached the end of the script"),
-        (PASSED, "meet in save_state at .*train.py:14", "has continued, and waits or works in .*train.py:18"),
+        (PASSED, "has continued, and waits or works in .*train.py:18", "meet in save_state at .*train.py:14"),
         (FIT, r"(\w+ in fit at|has continued, and waits or works in) .*:15", "meet in save_checkpoint at .*:12"),
     ],
     ids=["barrier", "save_state", "save_model", "torch", "end", "passed", "fit"],
