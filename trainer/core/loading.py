@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -37,9 +37,6 @@ from .cli_hparams import CLASS_PATH, INSTANTIATOR, instantiate_module
 from .hooked_weights import HookDict, HookedWeights
 from .hparams import CannotRebuild, readable, rebuild
 from .signatures import Argument, signature
-
-if TYPE_CHECKING:
-    from .task import TaskModule
 
 # Tasks and data modules, by the name of the stage that they take part in and the part of a checkpoint with their
 # hyperparameters. A checkpoint holds only data. While what it was made of exists, a load in the same process gets
@@ -88,8 +85,9 @@ def _resolve_device(map_location: Any) -> torch.device | None:
     )
 
 
+# The classes of tasks and data modules import this file, so it has `Any` for them: no types in a circle.
 def build(
-    cls: type[TaskModule],
+    cls: type[Any],
     source: Source,
     map_location: Any,
     hparams_file: str | Path | None,
@@ -236,7 +234,7 @@ def read_hyperparameters(source: Source) -> dict[str, Any]:
     return {name: value.content if is_enum[name] else readable(value) for name, value in values.items()}
 
 
-def _edit_weights(task: TaskModule, source: Opened, saved: OpenCheckpoint, checkpoint: dict[str, Any]) -> Opened:
+def _edit_weights(task: Any, source: Opened, saved: OpenCheckpoint, checkpoint: dict[str, Any]) -> Opened:
     weights = HookedWeights(read_weights(saved))
     checkpoint["state_dict"] = weights.offered
     task.on_load_checkpoint(checkpoint)
@@ -313,7 +311,7 @@ def add_objects(entries: dict[str, Any], info: Mapping[str, Any]) -> HookDict:
     return offered
 
 
-def replace_lost(entries: HookDict, place: Any, task: TaskModule | None) -> None:
+def replace_lost(entries: HookDict, place: Any, task: Any) -> None:
     """Replace the objects that a checkpoint could not store by those of a task, and warn.
 
     Args:
