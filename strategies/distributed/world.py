@@ -242,6 +242,9 @@ class World:
 
     def _compare(self, operation: str, tensor: torch.Tensor | None = None) -> None:
         """In debug mode, check that all processes are about to make the same call, with the same form of tensor."""
+        # Not by TORCH_DISTRIBUTED_DEBUG=DETAIL: with torch 2.13, DDP over gloo then ends in SIGSEGV where it wraps a
+        # model, and the error for a barrier and a broadcast says that the other rank runs GATHER or REDUCE. It does not
+        # name the lines of the script either.
         if self.debug_interval is not None and self.size > 1:
             if tensor is not None:
                 operation += f" of {str(tensor.dtype)[6:]} {list(tensor.shape)} on {tensor.device.type}"
