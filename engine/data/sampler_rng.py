@@ -41,7 +41,7 @@ class CopiedStream(RandomStream):
     def __init__(self, stream: RandomStream) -> None:
         super().__init__(stream.get_state())
         self._stream = stream
-        self._taken = self.state
+        self._last_state = self.state  # at the last `take` or `restart`
         self.departures: dict[str, tuple[int, int]] = {}
 
     def depart(self, count: int, *, repeats: bool) -> None:
@@ -54,7 +54,7 @@ class CopiedStream(RandomStream):
             repeats: Whether the epoch is read again, and therefore only the recorded departures apply.
         """
         if not repeats and len(self.departures) < len(self.state):
-            found = self._stream.find_departures(self._taken)
+            found = self._stream.find_departures(self._last_state)
             for name in found.keys() - self.departures.keys():
                 self.departures[name] = count, found[name]
         for name, (when, seed) in self.departures.items():
@@ -64,12 +64,12 @@ class CopiedStream(RandomStream):
     def restart(self, state: State) -> None:
         """Continue from another state, without counting the difference as a draw."""
         self.go_to(state)
-        self._taken = state
+        self._last_state = state
 
     def take(self) -> Draw:
         """Return the draws since the last call."""
-        start, self._taken = self._taken, self.state
-        return Draw(start, self._taken)
+        start, self._last_state = self._last_state, self.state
+        return Draw(start, self._last_state)
 
 
 class Draws:

@@ -1,4 +1,15 @@
-"""Batches from a source that cannot be indexed: an IterableDataset, a generator, or any other iterable of batches."""
+"""Batches from a source that cannot be indexed: an IterableDataset, a generator, or any other iterable of batches.
+
+State of the supply in an iteration, `_Supply`::
+
+               reading ahead finds the end       a group lacks batches
+        OPEN ----------------------------> READ -----------------------> ENDED
+         |                                                                 ^
+         +-- a group lacks batches, or a resume finds the end as it skips -+
+
+Where batches are dealt to the ranks, a short batch at the end of a group also ends the supply, and a full group after
+it opens the supply again, because other workers may still have batches.
+"""
 
 from __future__ import annotations
 
@@ -174,13 +185,13 @@ class StreamedBatches:
         self.dataset_epoch = 0
         self.workers: dict[str, Any] | None = None  # the state that they were started from
         self.sizes, self.pieces = deque[int](), deque[tuple[int, Any]]()
-        self._ahead: deque[BatchAhead] = deque()
+        self._read_batches: deque[BatchAhead] = deque()  # that the loop has not received, the next one first
         self._outlooks: deque[Outlook | None] = deque()  # for the coming groups, the next one first
         self._begin(None)
 
     def _begin(self, limit: int | None) -> None:
         self.start, self.limit = replace(self.position), limit
-        for queue in (self.sizes, self.pieces, self._pushed, self._ahead, self._outlooks):
+        for queue in (self.sizes, self.pieces, self._pushed, self._read_batches, self._outlooks):
             queue.clear()
         self._supply = _Supply.OPEN
         self._count = 0  # of the batches that the source has yielded in this epoch
@@ -398,7 +409,7 @@ class StreamedBatches:
     ) -> tuple[list[tuple[int, Any]], Draw | None]:
         if shares.depth:
             self._read_ahead(source, width)
-        taken = [self._ahead.popleft() for _ in range(min(width, len(self._ahead)))]
+        taken = [self._read_batches.popleft() for _ in range(min(width, len(self._read_batches)))]
         group = [(read.size, read.batch) for read in taken]
         if len(group) < width and self._supply is _Supply.OPEN:
             group += self._read(source, width - len(group))
@@ -408,12 +419,12 @@ class StreamedBatches:
         return group, drawn
 
     def _read_ahead(self, source: Iterator[Any], count: int) -> None:
-        while len(self._ahead) < count and self._supply is _Supply.OPEN:
+        while len(self._read_batches) < count and self._supply is _Supply.OPEN:
             state = None if self.stateful is None else self.stateful.state_dict()
             if not (read := self._read(source, 1)):
                 self._supply, self._state_at_end = _Supply.READ, state
                 return
-            self._ahead.append(BatchAhead(*read[0], state, self._take_drawn()))
+            self._read_batches.append(BatchAhead(*read[0], state, self._take_drawn()))
 
     def _look_ahead(self, source: Iterator[Any], remaining: int | None, shares: RankShares, number: int) -> None:
         """Read the group on which the ranks vote during the current step, and set this rank's votes.
@@ -428,7 +439,7 @@ class StreamedBatches:
         outlook = None
         if width > 0:
             self._read_ahead(source, begin + width)
-            sizes = [read.size for read in itertools.islice(self._ahead, begin, begin + width)]
+            sizes = [read.size for read in itertools.islice(self._read_batches, begin, begin + width)]
             outlook = Outlook(width, is_full=sizes == [self.counted or 1] * width, has_ended=not sizes)
         self._outlooks.append(outlook)
         assert self.cursor is not None
@@ -522,8 +533,8 @@ class StreamedBatches:
         stream = None if not is_running else self.draws.stream.get_state() if drawn is None else drawn.after
         # The state of a source at its end may already be the next epoch's.
         ended = is_running and self._supply is _Supply.ENDED
-        if self._ahead:
-            source_state = self._ahead[0].state
+        if self._read_batches:
+            source_state = self._read_batches[0].state
         else:
             source_state = self._state_at_end if self._supply is _Supply.READ else self.stateful.state_dict()
         return {"source": source_state, "stream": stream, "ended": ended}
