@@ -66,6 +66,31 @@ class Findings(NamedTuple):
     losses: bool
 
 
+def collect(
+    check: Agreement, accumulation: Accumulation, found: Evidence, loader: Any, batch: Any, number: int, exchange: bool
+) -> dict[int, Evidence]:
+    """Complete this rank's evidence about the step that ``check`` has read last.
+
+    Args:
+        check: The check that has found values that are not finite.
+        accumulation: The accumulation of the run.
+        found: The losses of this rank that are not finite. If there are none, its gradients are examined.
+        loader: The loader of the step; None if it is unknown.
+        batch: See `describe_group`.
+        number: See `describe_group`.
+        exchange: Whether the ranks exchange their evidence. Then call this function on all ranks.
+
+    Returns:
+        The evidence by rank: of all ranks, or only of this one.
+    """
+    if not found.batches:
+        found.gradients = locate_gradients(check.find_bad_parameters(), accumulation)
+        if check.immediate and loader is not None:  # otherwise the dataloader is one step ahead
+            found.samples, found.has_bad_input = describe_group(loader, batch, number)
+    world = accumulation.world
+    return dict(enumerate(world.gather_objects(found))) if exchange else {world.rank: found}
+
+
 def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings:
     """Combine the evidence of every rank into the parts of a message.
 
@@ -291,16 +316,14 @@ class GradientGuard:
 
     def _refuse(self, optimizer: PreparedOptimizer, check: Agreement) -> None:
         """Raise an error, or announce the skipped step and discard its gradients, according to the policy."""
-        accumulation, bad = optimizer.accumulation, check.find_bad_parameters()
+        accumulation, micro = optimizer.accumulation, optimizer.accumulation.cursor.micro
         late = 0 if check.immediate else optimizer.steps_taken - check.place  # steps since the one that is not finite
         step = accumulation.steps_of(optimizer) - late + 1
+        loader = next((loader for loader in self._loaders if micro is not None and loader.is_at(micro)), None)
+        number = 0 if micro is None else micro.number
+        by_rank = collect(check, accumulation, Evidence(), loader, None, number, exchange=accumulation.strategy.sharded)
         for other in self._checks.values():
             other.reset()
-        evidence = self._collect_evidence(accumulation, bad)
-        if accumulation.strategy.sharded:
-            by_rank = dict(enumerate(accumulation.world.gather_objects(evidence)))
-        else:
-            by_rank = {accumulation.world.rank: evidence}
         origin, order = describe_origin(by_rank)
         problem = f"{origin} is not finite{order} in optimizer step {step}"
         samples = list_samples(by_rank)
@@ -310,11 +333,3 @@ class GradientGuard:
             notes = tool + notes
         refuse_or_skip(self.policy, problem, samples, notes, "Accelerator")
         optimizer.optimizer.zero_grad()
-
-    def _collect_evidence(self, accumulation: Accumulation, bad: list[Tensor]) -> Evidence:
-        evidence = Evidence(gradients=locate_gradients(bad, accumulation))
-        micro = accumulation.cursor.micro
-        loader = next((loader for loader in self._loaders if micro is not None and loader.is_at(micro)), None)
-        if loader is not None and micro is not None and self.immediate:
-            evidence.samples, _ = describe_group(loader, None, micro.number)
-        return evidence

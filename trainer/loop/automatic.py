@@ -395,12 +395,20 @@ class Steps:
         Raises:
             ValueError: If ``on_nonfinite="raise"``.
         """
-        step, epoch, last = self.agreement.place
-        found = self.describe_not_finite(last, batch)
-        problem = f"{found.problem} in optimizer step {step} (epoch {epoch}, micro-batch {found.batches})"
+        agreement = self.agreement
+        step, epoch, last = agreement.place
+        first = last - max(0, agreement.micro_batches - 1)
+        losses = [first + number for number in agreement.bad_losses]
+        found = nonfinite.Evidence(losses, samples="; ".join(self.bad_batches))
+        group = self._find_loader(), batch, last - first
+        by_rank = nonfinite.collect(agreement, self.accumulation, found, *group, exchange=True)
+        self.bad_batches.clear()
+        agreement.forget_losses()
+        findings = nonfinite.combine(by_rank, first, last)
+        problem = f"{findings.problem} in optimizer step {step} (epoch {epoch}, micro-batch {findings.batches})"
         notes = "" if all(o.guarded for o in self.accelerator.optimizers) else nonfinite.SPOILED
-        nonfinite.refuse_or_skip(self.trainer.on_nonfinite, problem, found.samples, notes, "Trainer")
-        self.leave_out(found.losses, optimizer)
+        nonfinite.refuse_or_skip(self.trainer.on_nonfinite, problem, findings.samples, notes, "Trainer")
+        self.leave_out(findings.losses, optimizer)
 
     def leave_out(self, losses: bool, optimizer: Optimizer | None = None) -> None:
         """Count a step as skipped and reset the gradients.
@@ -412,27 +420,6 @@ class Steps:
         self.progress.skipped += 1
         for prepared in self.optimizers:
             prepared.optimizer.zero_grad()
-
-    def describe_not_finite(self, last: int, batch: Any) -> nonfinite.Findings:
-        """Return the findings of all ranks about non-finite values. Call it on all ranks.
-
-        Args:
-            last: Index of the step's last micro-batch.
-            batch: See `refuse`.
-        """
-        agreement = self.agreement
-        first = last - max(0, agreement.micro_batches - 1)
-        bad_batches = [first + number for number in agreement.bad_losses]
-        evidence = nonfinite.Evidence(bad_batches, samples="; ".join(self.bad_batches))
-        if not bad_batches:
-            evidence.gradients = nonfinite.locate_gradients(agreement.find_bad_parameters(), self.accumulation)
-            if agreement.immediate:  # otherwise the dataloader is one step ahead
-                evidence.samples, evidence.has_bad_input = nonfinite.describe_group(
-                    self._find_loader(), batch, last - first
-                )
-        self.bad_batches.clear()
-        agreement.forget_losses()
-        return nonfinite.combine(dict(enumerate(self.accelerator.world.gather_objects(evidence))), first, last)
 
     def _find_loader(self) -> Any:
         return self.trainer.sources.train
