@@ -60,8 +60,14 @@ def test_precisions_have_the_attributes_of_plugins() -> None:
 
 
 def test_a_plugin_with_recomputed_activations() -> None:
+    task, calls = BoringModel(), []
+    task.layer.register_forward_pre_hook(
+        lambda *_: calls.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+    )
     strategy = FSDPStrategy(activation_checkpointing_policy={nn.Linear})
-    make_trainer(plugins=FSDPPrecision("bf16-mixed"), strategy=strategy, fast_dev_run=1).fit(BoringModel())
+    make_trainer(plugins=FSDPPrecision("bf16-mixed"), strategy=strategy, fast_dev_run=1).fit(task)
+    # The forward pass, again in the backward pass, and validation, all in the plugin's precision.
+    assert calls == [(True, True), (True, True), (False, True)]
 
 
 MODES = {"nf4": torch.bfloat16, "nf4-dq": torch.bfloat16, "fp4": torch.float32, "fp4-dq": torch.float16, "int8": None}
