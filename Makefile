@@ -78,7 +78,7 @@ test-resume: install
 # on two cores, 14 jobs of torchrun needed 5.3 to 7.3 s for an end that takes 1.5 to 5 s.
 test-faults: install
 	$(BIN)/python -m pytest -n 2 -q --tb short tests/fault_injection/test_matrix.py \
-	  tests/strategies/distributed/test_watchdog.py $(ARGS)
+	  tests/strategies/distributed/test_hang_report.py $(ARGS)
 
 # Long trainings with everything on, and a table of what they hold per minute; TREADLE_SOAK_MINUTES=n of the first.
 test-soak: install

@@ -1,18 +1,15 @@
 """The Accelerator against loops written by hand, in one process and in two."""
 
-import contextlib
 import copy
 import math
-import time
 
 import pytest
 import torch
-from support.models import Stream
+from support.models import ScalarNet, Stream
 from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.data_loader import DataLoaderDispatcher, DataLoaderShard, DataLoaderStateMixin
-from treadle.strategies import DDP
 
 import treadle
 
@@ -26,26 +23,6 @@ def data():
     ]
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.Linear(3, 1).double()
-        self.context = "the user's own"
-
-    def forward(self, x):
-        return self.layer(x).squeeze(-1)
-
-    def training_step(self, batch):
-        return (self(batch[0]) ** 2).mean()
-
-
-class Unused(Net):
-    def __init__(self):
-        super().__init__()
-        self.extra = nn.Linear(3, 1).double()
-
-
 def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
@@ -53,7 +30,7 @@ def weights(model):
 def by_hand(k, width, weighted, clip, processes=1):
     """The reference: each step on the mean over its whole group, clipped once; a batch of each process is a step of
     the schedule."""
-    model = Net()
+    model = ScalarNet()
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -74,7 +51,7 @@ def by_hand(k, width, weighted, clip, processes=1):
 
 
 def by_accelerator(k, width, weighted, clip):
-    model = Net()
+    model = ScalarNet()
     torch.manual_seed(7)
     accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=k)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -270,16 +247,7 @@ def test_two_precisions_in_one_process():
     assert not torch.is_autocast_enabled("cpu")
 
 
-# -- agreement -------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def counted(counts):
-    """Appends how often the process group was asked for a reduction, DDP's own included."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        yield
-        time.sleep(0.02)  # torch 2.6: gloo's thread notes the end of a reduction after it was waited for
-    counts.append(sum(e.count for e in profile.key_averages() if e.key in ("gloo:all_reduce", "gloo:allreduce")))
+# -- two processes --------------------------------------------------------------------------------------------------
 
 
 def step_of_a_compiled_model():
@@ -292,66 +260,6 @@ def step_of_a_compiled_model():
     return found["inside"], net.weight.grad.tolist()
 
 
-def steps_with_votes(kind):
-    accelerator = treadle.Accelerator(
-        cpu=True, strategy=DDP(find_unused_parameters=kind == "unused", static_graph=kind == "static")
-    )
-    rank, net = accelerator.process_index, Unused() if kind == "unused" else Net()
-    reference = nn.parallel.DistributedDataParallel(copy.deepcopy(net), find_unused_parameters=kind == "unused")
-    model = accelerator.prepare_model(net, step="training_step")
-    optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    step = accelerator.method(model, "training_step")
-    accelerator.accumulation.agree_on_steps(finite=True, at_once=False)
-    inputs = torch.stack([x for x, _ in data()])[rank::2]
-    seen, ours, theirs = [], [], []
-    for number in range(5):
-        with counted(ours):
-            with accelerator.accumulate(model):
-                loss = step((inputs,))
-                if number == 3 and rank:
-                    loss = loss * float("nan")
-                accelerator.accumulation.agreement.record_loss(loss)
-                accelerator.accumulation.agreement.stop_vote = bool(rank) and number == 2
-                accelerator.backward(loss)
-        agreement = accelerator.accumulation.exchange_votes()
-        seen.append((agreement.stop, agreement.finite))
-        if number == 3:
-            bad = accelerator.world.gather_objects(not agreement.local_finite)
-            seen.append([rank for rank, is_bad in enumerate(bad) if is_bad])
-            agreement.forget_losses()
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
-        optimizer.zero_grad()
-        with counted(theirs):
-            (reference(inputs) ** 2).mean().backward()
-        plain.step()
-        plain.zero_grad()
-        assert weights(net) == weights(reference.module)  # to the last bit
-    return seen, ours[-1], theirs[-1], model.context
-
-
-def weights_with_a_ballot():
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    net = nn.Linear(1, 1, bias=False)
-    net.training_step = lambda batch: {"loss": net(batch).mean(), "weight": 2}
-    model = accelerator.prepare_model(net, step="training_step")
-    accelerator.accumulation.agree_on_steps(finite=True, at_once=False)
-    found = []
-    for _ in range(2):
-        for value in (1.0, 2.0):
-            with accelerator.accumulate(model):
-                output = accelerator.method(model, "training_step")(
-                    torch.full((1, 1), value + accelerator.process_index)
-                )
-                accelerator.backward(output["loss"], weight=output["weight"] * value * (accelerator.process_index + 1))
-        assert accelerator.accumulation.exchange_votes().finite
-        found.append(net.weight.grad.item())
-        net.weight.grad = None
-    return found
-
-
 def private_generators():
     accelerator = treadle.Accelerator(cpu=True)
     generator = torch.Generator().manual_seed(accelerator.process_index)
@@ -361,8 +269,6 @@ def private_generators():
 
 def several():
     return {
-        "ballot": weights_with_a_ballot(),
-        "votes": [steps_with_votes(kind) for kind in ("plain", "unused", "static")],
         "compiled": step_of_a_compiled_model(),
         "order": private_generators(),
         "traces": all_traces(),
@@ -379,22 +285,6 @@ def test_a_method_of_a_model_that_is_compiled_after_it_was_prepared(two_ranks):
     assert [found["compiled"] for found in two_ranks] == [(torch.bfloat16, [[1.5, 1.5]])] * 2
 
 
-@pytest.mark.guarantee
-def test_votes_ride_in_the_gradient_reduction(two_ranks):
-    first, second = (found["votes"] for found in two_ranks)
-    assert first == second
-    for seen, ours, theirs, context in first:
-        assert seen == [(False, True), (False, True), (True, True), (False, False), [1], (False, True)]
-        assert ours == theirs > 0
-        assert context == "the user's own"
-
-
-def test_reported_weights_ride_along(two_ranks):
-    # Weights 2, 4 on rank 0 and 4, 8 on rank 1, for the gradients 1, 2 and 2, 3.
-    wanted = (2 * 1 + 4 * 2 + 4 * 2 + 8 * 3) / 18
-    assert [found["ballot"] for found in two_ranks] == [pytest.approx([wanted, wanted])] * 2
-
-
 def test_ranks_with_different_generators_share_one_order(two_ranks):
     assert sorted(i for found in two_ranks for i in found["order"]) == list(range(8))
 
@@ -407,7 +297,7 @@ def test_preparing_twice_and_reaching_through():
     from treadle.compat.scheduler import AcceleratedScheduler
 
     accelerator = treadle.Accelerator(cpu=True, mixed_precision="bf16")
-    net = Net()
+    net = ScalarNet()
     model = accelerator.prepare(net)
     optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
@@ -435,7 +325,7 @@ def test_the_public_surface_is_in_one_file():
     public = {name for name in dir(accelerator) if not name.startswith("_")}
     assert len(public) > 100
     # Attributes are set by the constructors of these classes: no other file adds any.
-    net, optimizer = accelerator.prepare(Net(), torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
+    net, optimizer = accelerator.prepare(ScalarNet(), torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
     accelerator.backward(net(data()[0][0]).sum())
     optimizer.step()
     accelerator.free_memory()
@@ -453,7 +343,7 @@ def record(name, calls):
 def test_what_a_subclass_overrides_is_called(tmp_path):
     names, calls = ("backward", "unscale_gradients", "get_state_dict", "finish_saving", "wait_for_everyone"), []
     accelerator = type("Own", (treadle.Accelerator,), {name: record(name, calls) for name in names})(cpu=True)
-    net = Net()
+    net = ScalarNet()
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
     with accelerator.accumulate(net):
         accelerator.backward(net(data()[0][0]).sum())

@@ -36,7 +36,7 @@ FAULTS = [
         )
     ),
 ]
-FEW_FAULTS = {  # hanging ranks: see test_watchdog.py. Whether `make test-all` alone runs it, as one of another point.
+FEW_FAULTS = {  # hanging ranks: test_hang_report.py. Whether `make test-all` alone runs it, as one of another point.
     FaultCell("teardown", "exit 0", 0): False,
     FaultCell("save", "SIGKILL", 0, "fsdp", "local"): True,
     FaultCell("save", "SIGKILL", 1, launcher="treadle launch"): False,

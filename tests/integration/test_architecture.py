@@ -13,8 +13,8 @@ from support.trainers import make_trainer
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 MOST_FILES = {"One optimizer step": 5, "One save": 9, "One resume": 10, "The order of samples": 6}
-# Files that are tested by files of other names alone. The figure may only fall; of 344 that run code.
-MOST_ELSEWHERE = 26
+# Files that are tested by files of other names alone. The figure may only fall; of 354 that run code.
+MOST_ELSEWHERE = 20
 
 
 def section(title):

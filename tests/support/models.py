@@ -69,6 +69,22 @@ class Normed(nn.Module):
         return self.linear2(self.batchnorm(self.linear1(x)))
 
 
+class ScalarNet(nn.Module):
+    """A linear layer from three numbers to one, in float64. The loss is its mean squared output."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(3, 1).double()
+        self.context = "the user's own"
+
+    def forward(self, x):
+        return self.layer(x).squeeze(-1)
+
+    def training_step(self, batch):
+        return (self(batch[0]) ** 2).mean()
+
+
 class Count:
     """A number as an object with a state."""
 
