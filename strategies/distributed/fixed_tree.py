@@ -51,6 +51,8 @@ class FixedTree:
                 "computes whole micro-batches. Increase it, or use fewer processes."
             )
         self.leaves, self.ranks = leaves, ranks
+        # Halves, because a part of equal length for each of 3 ranks would cut a subtree, whose sum no rank would have.
+        # As the longest part is halved, no rank computes more than twice as many micro-batches as another.
         parts = [range(leaves)]
         while len(parts) < ranks:
             at = max(range(len(parts)), key=lambda n: (len(parts[n]), n))
@@ -137,6 +139,8 @@ class PartialSums:
                 self._held.pop(parameter, None)
         else:
             self.hold(parameters, [parameter.grad for parameter in parameters], number - 1)
+        # Otherwise, torch would add the gradients one after another: ((0 + 1) + 2) + 3 is not (0 + 1) + (2 + 3), which
+        # is what two ranks with two micro-batches each compute.
         for parameter in parameters:
             parameter.grad = None
         self.number, self.last, self.empty = number, last, empty
@@ -153,7 +157,9 @@ class PartialSums:
             gradients = [local(parameter.grad) for parameter in trained if parameter.grad is not None]
             if gradients:
                 self.add_to(trained, gradients)
-                torch._foreach_add_(gradients, 0.0)  # makes every zero positive
+                # -0.0 + 0.0 is 0.0. Zeros of placeholders have either sign, and the number of ranks determines how many
+                # placeholders there are.
+                torch._foreach_add_(gradients, 0.0)
 
     def hold(self, keys: Iterable[Any], gradients: Sequence[Tensor | None], number: int) -> None:
         """Hold the gradients of micro-batch ``number``, each under its key, such as the parameter."""
@@ -164,7 +170,7 @@ class PartialSums:
             lefts, rights = [], []
             for stack in stacks:
                 right, left = stack.pop(), stack[-1]
-                if left is None:
+                if left is None:  # not used in that micro-batch; without its place, the sum's depth would be wrong
                     stack[-1] = right
                 elif right is not None:
                     lefts.append(local(left))
@@ -181,6 +187,7 @@ class PartialSums:
 
     def add_to(self, keys: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         """Add the held sums to the ``gradients`` of the last micro-batch, the smallest sum first."""
+        # Each is the left neighbour of what has been added before. a + b has the bits of b + a.
         stacks = [self._held.get(key, ()) for key in keys]
         for depth in range(1, 1 + max(map(len, stacks), default=0)):
             pairs = [
