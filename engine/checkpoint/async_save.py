@@ -67,7 +67,7 @@ class HostCopies:
                     copying.add(f"{name} in {file}", buffer, tensor)
                 else:  # copied by the device into pinned memory; its later computations wait for the copy
                     buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-                    copying.note(tensor)
+                    copying.record_device(tensor)
                 tensors[name] = self._buffers[file, name] = buffer
             copied[file] = TensorFile(tensors, content.notes)
         copying.begin()
@@ -147,10 +147,10 @@ class Copying:
 
         ``place`` names the tensor in errors.
         """
-        self.note(tensor)
+        self.record_device(tensor)
         (self._on_stream if tensor.is_cuda else self._on_host).append((place, buffer, tensor, tensor._version))
 
-    def note(self, tensor: Tensor) -> None:
+    def record_device(self, tensor: Tensor) -> None:
         """Record the device of a tensor that is being copied, if it is a GPU."""
         self._device = tensor.device if tensor.is_cuda else self._device
 

@@ -360,7 +360,7 @@ def _end_with(sentinel: Any, memory: WorkerMemory, worker_id: int) -> None:
     while not multiprocessing.connection.wait([sentinel], None if first is None else pause):
         now = read_memory()
         if first is not None and now is not None:
-            memory.note(worker_id, now.own, first.shared - now.shared)
+            memory.record(worker_id, now.own, first.shared - now.shared)
         pause = min(2 * pause, 30.0)
     # torch's worker may be blocked on a queue that is no longer read, so it cannot be asked to end.
     os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
@@ -405,7 +405,7 @@ class WorkerMemory:
         self._rows = torch.zeros(workers, 2, dtype=torch.int64, device="cpu").share_memory_()
         self._bound = COPIES_TOLD_FROM
 
-    def note(self, worker_id: int, own: int, copied: int) -> None:
+    def record(self, worker_id: int, own: int, copied: int) -> None:
         """Write a worker's memory in bytes; the worker calls it."""
         self._rows[worker_id, 0], self._rows[worker_id, 1] = own, copied
 

@@ -81,7 +81,7 @@ class Membership:
         # A machine that is alone and was stopped for a while has no information about itself.
         return self._size > 1 and present < self._size, waiting > 0
 
-    def leave(self) -> None:
+    def report_leaving(self) -> None:
         """Report immediately that this machine leaves, so that the other machines need not wait for a timeout."""
         if self._handler is not None:
             self._handler._stop_heartbeats()
@@ -415,17 +415,17 @@ def _protect_save(first: signal.Signals) -> None:
     if first is signal.SIGINT or before is signal.SIG_IGN:
         return
 
-    def note(number: int, frame: Any) -> None:
+    def announce_interrupt(number: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, before)
         write_stderr(f"the ranks already end because of {first.name}; press Ctrl-C again to end them immediately")
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, announce_interrupt)
 
 
 def _take_leave(agent: Agent, rendezvous: Any, stop: signal.Signals | None) -> None:
     nodes = agent.job.nodes
     if stop is not None and nodes is not None and nodes.elastic:
-        agent.membership.leave()  # the others continue without this machine
+        agent.membership.report_leaving()  # the others continue without this machine
         return
     if stop is not None:
         with contextlib.suppress(EndedByOtherMachine):

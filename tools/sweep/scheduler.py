@@ -131,7 +131,7 @@ class Scheduler:
     def _catching_signals(self) -> Iterator[None]:
         """Within a ``with`` block, record the first signal, and request on a second one that the trials are killed."""
 
-        def note(number: int, frame: FrameType | None) -> None:
+        def record_signal(number: int, frame: FrameType | None) -> None:
             if self._signal is None:
                 self._signal = signal.Signals(number)
                 write_stderr(
@@ -142,7 +142,7 @@ class Scheduler:
             self.workers.wake()
 
         handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, note) for number in handled}
+        before = {number: signal.signal(number, record_signal) for number in handled}
         try:
             yield
         finally:
@@ -197,7 +197,7 @@ class Scheduler:
         if run is None:
             taken = {trial.user_attrs.get("run") for trial in self.study.list_trials()}
             run = self.folder.choose_number(number, taken)
-        self.study.note(number, run=run, owner=self.folder.token)
+        self.study.record_attributes(number, run=run, owner=self.folder.token)
         try:
             config = self.configs.write(parameters)
         except ConfigError as error:  # each value is valid, but not all of them together
@@ -260,7 +260,7 @@ class Scheduler:
         if outcome.end is End.FAILED:
             self._failures += 1
             self._first_error = self._first_error or f"{label}: {outcome.error}"
-            self.study.note(number, error=outcome.error)
+            self.study.record_attributes(number, error=outcome.error)
         before = self.study.find_best()
         self.study.tell(number, _ENDED[outcome.end], outcome.value)
         best = self.study.find_best()

@@ -104,7 +104,7 @@ class Study:
         trial = open_trial(self.study, number)
         return {parameter.key: retry(partial(_suggest, trial, parameter)) for parameter in self.sweep.parameters}
 
-    def note(self, number: int, **attributes: Any) -> None:
+    def record_attributes(self, number: int, **attributes: Any) -> None:
         """Set user attributes of a trial that has not ended."""
         trial_id = _get_id(self.study, number)
         for name, value in attributes.items():

@@ -53,13 +53,13 @@ def report(runs_folder):
     study = Study(make(TEXT))
     for number in range(13):
         study.draw(study.ask())
-        study.note(number, run=number + 1)
+        study.record_attributes(number, run=number + 1)
         RunFolder.prepare(study.sweep.folder / str(number + 1), "", {"trial": number, "steps": 100 + number})
         if number < 10:
             study.tell(number, optuna.trial.TrialState.COMPLETE, abs(number - 3) + 0.5)
     open_trial(study.study, 10).report(40.0, 1)
     study.tell(10, optuna.trial.TrialState.PRUNED)
-    study.note(11, error="ValueError: <script>alert(1)</script>")
+    study.record_attributes(11, error="ValueError: <script>alert(1)</script>")
     study.tell(11, optuna.trial.TrialState.FAIL)
     (study.sweep.folder / "4" / "report.html").write_text("")
     return Report(study, study.sweep.folder)
@@ -97,7 +97,7 @@ def test_importance_names_the_parameter_that_matters(runs_folder):
     study = Study(make())
     for number in range(20):
         values = study.draw(study.ask())
-        study.note(number, run=number + 1)
+        study.record_attributes(number, run=number + 1)
         study.tell(number, optuna.trial.TrialState.COMPLETE, values["model.width"] + 0.001 * values["model.lr"])
         if number == 8:
             assert len(read_charts(Report(study, study.sweep.folder).render())) == 3  # too few trials

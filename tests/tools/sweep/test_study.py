@@ -58,7 +58,7 @@ with folder.working():
                 break
             number = study.ask()
             values = study.draw(number)
-            study.note(number, owner=folder.token)
+            study.record_attributes(number, owner=folder.token)
         study.tell(number, TrialState.COMPLETE, float(number))
 """
 
