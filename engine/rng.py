@@ -151,11 +151,20 @@ class RandomStream:
         self.state = draw.after
 
     def find_departures(self, expected: State) -> dict[str, int]:
-        """Return no seeds, because only dataloaders draw from this stream; see `ProcessStream.find_departures`."""
+        """Return no seeds, because only dataloaders draw from this stream; see `ProcessStream.find_departures`.
+
+        Args:
+            expected: A state that `get_state` returned.
+        """
         return {}
 
     def reseed(self, name: str, seed: int) -> None:
-        """Continue one of the generators, such as ``"numpy"``, with the numbers of a 32-bit seed."""
+        """Continue one of the generators with the numbers of a seed.
+
+        Args:
+            name: ``"python"``, ``"numpy"`` or ``"torch"``.
+            seed: The seed, a 32-bit integer.
+        """
         with self.drawing():
             _SEEDERS[name](seed)
 

@@ -60,6 +60,16 @@ def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
         )
 
 
+def _check_targets(targets: list[AnyPath], world: World, hooked: bool) -> None:
+    """Check that one checkpoint can be saved to the targets; ``hooked`` means that save hooks write files, too."""
+    _check_equal_targets(targets, world)
+    if hooked and (len(targets) > 1 or isinstance(targets[0], RemotePath)):
+        raise ValueError(
+            "a save_state pre-hook writes files into one directory on a disk, so a checkpoint can't be saved to a "
+            "URL or with also=... Save to one directory, and upload it afterwards."
+        )
+
+
 class Checkpointer:
     """Saver and loader of the state of an `Accelerator`, whose methods document arguments and errors in full.
 
@@ -135,7 +145,8 @@ class Checkpointer:
         content.check_places("save_state", {} if output_dir is None else {"output_dir": output_dir}, also)
         accelerator, world = self._accelerator, self._accelerator.world
         if not self._meet(choose_save is None):
-            return self._save_alone(output_dir, info=info, parts=parts, weights_only=weights_only, also=also)
+            kept = {"parts": parts, "weights_only": weights_only, "trainable_only": trainable_only, "also": also}
+            return self._save_alone(output_dir, info or {}, kept)
         self.finish_saving()
         project = accelerator.project_configuration
         numbering = project if output_dir is None else None
@@ -151,12 +162,7 @@ class Checkpointer:
             if choose_save is None and world.is_main:  # otherwise the `Save` decides
                 for target in targets:
                     store.check_target(target)
-        _check_equal_targets(targets, world)
-        if accelerator.save_hooks and (len(targets) > 1 or isinstance(targets[0], RemotePath)):
-            raise ValueError(
-                "a save_state pre-hook writes files into one directory on a disk, so a checkpoint can't be saved to a "
-                "URL or with also=... Save to one directory, and upload it afterwards."
-            )
+        _check_targets(targets, world, bool(accelerator.save_hooks))
         copying, staged = None, targets[0] if world.is_main and accelerator.save_hooks else None
         with store.discarding_on_failure(staged), world.failing_together():
             frozen = self.find_frozen(world) if trainable_only else ()
@@ -176,9 +182,10 @@ class Checkpointer:
         Public loops call ``save_state`` on rank zero only, which works without sharding, as for Accelerate. The line of
         such a call is known from then on, so that later saves there do not wait.
         """
-        world, place = self._accelerator.world, mark_exchange()[1]
+        world = self._accelerator.world
         if not (may_be_alone and world.is_main and world.size > 1) or self._needs_all_ranks():
             return world.meet("accelerator.save_state")
+        place = mark_exchange()[1]
         if place not in self._alone and not world.meet("accelerator.save_state", PassedMeeting(world)):
             self._alone.add(place)
             warn(
@@ -191,11 +198,11 @@ class Checkpointer:
         strategy = self._accelerator.strategy
         return strategy.sharded or any(strategy.keeps_apart(p.optimizer) for p in self._accelerator.optimizers)
 
-    def _save_alone(self, output_dir: Any, info: dict[str, Any] | None, **options: Any) -> AnyPath:
+    def _save_alone(self, output_dir: Any, info: dict[str, Any], options: dict[str, Any]) -> AnyPath:
         world = self._accelerator.world
         self._accelerator.world = World(device=world.device)
         try:
-            return self.save_state(output_dir, info={**(info or {}), "saved_by": world.size}, **options)
+            return self.save_state(output_dir, info={**info, "saved_by": world.size}, **options)
         finally:
             self._accelerator.world = world
 
