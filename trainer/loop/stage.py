@@ -143,7 +143,7 @@ class Stage:
         added = as_callbacks("the result of configure_callbacks", task.configure_callbacks())
         trainer.callbacks = [c for c in trainer.callbacks if type(c) not in {type(a) for a in added}] + added
         for callback in trainer.callbacks:
-            callback._task = task
+            callback.__dict__["_task"] = task  # in a callback that is a module too, it must not be a submodule
         trainer.hooks = hooks = Hooks(trainer, task, trainer.active_callbacks)
         accelerator.compare_settings(collect_settings(trainer, self.name, task, self.ckpt_path))
         trainer.checkpointer.remember_owners(task, datamodule)
@@ -194,7 +194,7 @@ class Stage:
             log_to(self.task, None)
             trainer.stage = trainer.steps = trainer.opened_checkpoint = None
             for callback in trainer.callbacks:
-                callback._task = None
+                callback.__dict__["_task"] = None
             if isinstance(self.failure, KeyboardInterrupt):
                 announce_interrupt(trainer, self.name, error_notes.place(trainer, self.name, self.failure))
 

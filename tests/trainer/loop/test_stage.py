@@ -225,3 +225,24 @@ def test_fit_trains_although_its_caller_or_its_data_disabled_gradients(around, m
     assert task.net.weight.item() == pytest.approx(plain.item())
     assert plain.item() > 0.1
     assert task.modes == {"configure_optimizers": True, "on_train_start": True, "validation_step": False}
+
+
+class CountingLayer(torch.nn.Linear, treadle.Callback):
+    """A layer of the task that counts the steps itself."""
+
+    steps = 0
+
+    def on_step_end(self, trainer, pl_module):
+        self.steps += 1
+        self.log("counted", float(self.steps))
+
+
+def test_a_callback_may_be_a_module_of_the_task():
+    task = Simple()
+    task.net = CountingLayer(2, 1)
+    names = [name for name, _ in task.named_modules()]
+    task.configure_callbacks = lambda: [task.net]
+    trainer = make_trainer(max_steps=2)
+    trainer.fit(task, loader())
+    assert (task.net.steps, trainer.logged_metrics["counted"]) == (2, 2)
+    assert [name for name, _ in task.named_modules()] == names
