@@ -685,6 +685,7 @@ class ModelCheckpoint(Checkpoint):
     _every_n_train_steps = property(attrgetter("every_n_train_steps"))
     _every_n_epochs = property(attrgetter("every_n_epochs"))
     _train_time_interval = property(attrgetter("train_time_interval"))
+    _save_on_train_epoch_end = property(attrgetter("save_on_train_epoch_end"))
     _last_global_step_saved: int = recorded("saved_step")
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:

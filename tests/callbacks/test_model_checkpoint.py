@@ -568,6 +568,7 @@ def test_lightnings_names_of_the_internals(tmp_path):
     assert (saving._last_global_step_saved, saving._every_n_train_steps, saving._train_time_interval) == (
         made.global_step, 0, None,
     )  # fmt: skip
+    assert [ModelCheckpoint(save_on_train_epoch_end=at)._save_on_train_epoch_end for at in (None, True)] == [None, True]
 
 
 class Exports(ModelCheckpoint):
