@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,8 @@ class RichProgressBar(DrawnBar):
         refresh_rate: Maximum number of redraws per second. Values above 10 have the same effect as 10; 0 disables
             both the bar and the printed lines. Default: 100.
         leave: Leave the bar of each epoch on the screen. Default: False.
-        theme: Styles of the columns. Default: a `RichProgressBarTheme` with its default values.
+        theme: Styles of the columns, a `RichProgressBarTheme` or an object with the same attributes. Default: a
+            `RichProgressBarTheme` with its default values.
         console_kwargs: Arguments of ``rich.console.Console``. Unless they contain ``file`` or ``stderr``, the console
             writes to standard error. Default: None.
         line_every: Minimum number of seconds between the lines that are printed within an epoch or an evaluation if no
@@ -99,9 +100,12 @@ class RichProgressBar(DrawnBar):
     ) -> None:
         require("RichProgressBar", "rich", extra="rich")
         super().__init__(refresh_rate, leave, line_every, epoch_lines)
-        if theme is not None and not isinstance(theme, RichProgressBarTheme):
-            raise TypeError(f"theme={theme!r} must be a RichProgressBarTheme, not {name_type(theme)}.")
-        self.theme = theme or RichProgressBarTheme()
+        self.theme = RichProgressBarTheme() if theme is None else theme  # or any object with its fields
+        if lacking := [field.name for field in fields(RichProgressBarTheme) if not hasattr(self.theme, field.name)]:
+            raise TypeError(
+                f"theme={theme!r} must be a RichProgressBarTheme, or have its fields, but {name_type(theme)} lacks "
+                f"{', '.join(lacking)}."
+            )
         self._drawn: Progress | None = None
         self._console_kwargs = dict(console_kwargs or {})
         self._every = max(self._every, 1 / max(1, refresh_rate))

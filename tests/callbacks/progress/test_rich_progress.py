@@ -2,6 +2,7 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from support.callback_runs import Tiny, fit, loader, trainer
@@ -64,6 +65,14 @@ def test_rich_without_a_terminal(tmp_path, capsys):
     assert "epoch 1/1, batch 3/5, step 3/5" in capsys.readouterr().err
     fit(tmp_path, RichProgressBar(refresh_rate=0, line_every=0.0), max_epochs=1)
     assert "epoch" not in capsys.readouterr().err.replace("per epoch", "")
+
+
+def test_a_theme_may_be_any_object_with_the_fields():
+    theme = SimpleNamespace(**vars(RichProgressBarTheme(metrics_format=".1e")))
+    assert RichProgressBar(theme=theme).theme is theme
+    del theme.time, theme.metrics
+    with pytest.raises(TypeError, match=r"RichProgressBarTheme.* lacks time, metrics\.$"):
+        RichProgressBar(theme=theme)
     with pytest.raises(TypeError, match="RichProgressBarTheme"):
         RichProgressBar(theme="dark")
 
