@@ -39,7 +39,8 @@ def choose_callbacks(
         collects_garbage: Whether to add a `GarbageCollection`. Default: False.
 
     Raises:
-        TypeError, ValueError: If an argument is invalid, or a flag disables a callback that was passed.
+        TypeError, ValueError: If an argument is invalid, or a flag other than ``enable_model_summary`` disables a
+            callback that was passed.
     """
     chosen = as_callbacks("callbacks", requested)
     has_rich = any(isinstance(callback, callbacks.RichProgressBar) for callback in chosen)
@@ -57,7 +58,8 @@ def choose_callbacks(
         present = [c for c in chosen if isinstance(c, kind) and not isinstance(c, callbacks.OnExceptionCheckpoint)]
         # A callback with a keeper saves nothing in the run's folder, so the flag does not concern it.
         saving = next((callback for callback in present if not getattr(callback, "keeper", "")), None)
-        if enabled is False and saving is not None:
+        # A summary beside enable_model_summary=False is shown, as in Lightning: the flag concerns only the default.
+        if enabled is False and saving is not None and kind is not callbacks.ModelSummary:
             raise ValueError(
                 f"{flag}=False contradicts the {type(saving).__name__} in callbacks. Remove one of the two."
             )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.models import LoggedLine, loader
 from support.trainers import make_trainer
-from treadle.callbacks import EarlyStopping, ModelCheckpoint
+from treadle.callbacks import EarlyStopping, ModelCheckpoint, ModelSummary, TQDMProgressBar
 
 import treadle
 
@@ -45,6 +45,17 @@ def test_a_test_after_a_fast_dev_run_does_not_load_what_an_earlier_run_saved(tmp
     run = make_trainer(fast_dev_run=True, enable_checkpointing=None, callbacks=saving)
     run.fit(task, loader())
     assert torch.equal(run.predict(dataloaders=loader())[0], task.net.weight)
+
+
+def test_a_summary_that_was_passed_is_kept_though_none_is_added(capsys):
+    summary = ModelSummary()
+    run = make_trainer(enable_model_summary=False, max_steps=1, callbacks=[summary])
+    run.fit(LoggedLine(), loader())
+    assert [callback for callback in run.callbacks if isinstance(callback, ModelSummary)] == [summary]
+    assert "net" in "".join(capsys.readouterr())
+    for flag, other in (("enable_progress_bar", TQDMProgressBar()), ("enable_checkpointing", ModelCheckpoint())):
+        with pytest.raises(ValueError, match=f"{flag}=False contradicts"):
+            make_trainer(callbacks=[other], **{flag: False})
 
 
 def omega_list(items):
