@@ -113,7 +113,12 @@ class LearningRateMonitor(BestEffortCallback):
         """Record the rates if they are due, before a scheduler can change them."""
         interval = trainer.log_every_n_steps
         if self.logging_interval != "epoch" and interval and (trainer.progress.step + 1) % interval == 0:
-            self._safely(self._read, trainer, "step", optimizer if self._rates else None)
+            self._safely(self._read_step, trainer, optimizer if self._rates else None)
+
+    def _read_step(self, trainer: Trainer, only: Optimizer | None) -> None:
+        self._read(trainer, "step", only)
+        # Before the row is written, so that `on_train_batch_end` and a validation find the rates of this step.
+        trainer.logbook.callback_values.update(self._rates | self._options)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Log the rates of the step if they are due."""

@@ -7,6 +7,7 @@ import torch
 from support.callback_runs import Rows, Tiny, fit
 from torch import nn
 from treadle.callbacks import (
+    LambdaCallback,
     LearningRateMonitor,
 )
 
@@ -54,6 +55,28 @@ def test_the_rate_a_step_is_taken_with(tmp_path, interval, scheduler, rows):
     assert logger.of("lr-SGD") == rows
     assert monitor.lrs == {"lr-SGD": [rate for _, rate in rows]}
     assert made.callback_metrics["lr-SGD"].item() == rows[-1][1]
+
+
+def test_callback_metrics_have_the_rate_of_the_step_that_was_taken(tmp_path):
+    seen, logger = [], Rows()
+
+    def see(trainer, *_):
+        seen.append(trainer.callback_metrics["lr-SGD"].item())
+
+    hooks = LambdaCallback(on_train_batch_end=see, on_validation_end=see)
+    monitor = LearningRateMonitor("step")
+    fit(
+        tmp_path,
+        monitor,
+        hooks,
+        task=scheduled("step"),
+        logger=logger,
+        max_steps=3,
+        val_check_interval=2,
+        log_every_n_steps=1,
+    )
+    assert seen == [1.0, 0.5, 0.5, 0.25]
+    assert logger.of("lr-SGD") == [(1, 1.0), (2, 0.5), (3, 0.25)]
 
 
 def test_groups_names_momentum_and_weight_decay(tmp_path):
