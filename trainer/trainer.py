@@ -406,7 +406,8 @@ class Trainer(LightningAliases, Copyable):
                 any.
             dataloaders: One dataloader, several, or a data module. Default: those of the last stage's data module if
                 ``model`` is None, else those of the task.
-            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``. Default: see ``model``.
+            ckpt_path: Checkpoint to load weights from: a path, ``"last"`` or ``"best"``. If there is no last one, the
+                current weights of ``model`` are used, with a warning. Default: see ``model``.
             verbose: Print the values. Default: True.
             datamodule: Data module to use instead of dataloaders.
             weights_only: See `fit`.

@@ -135,9 +135,6 @@ PROVOKERS = {
     "no_test_step": lambda: make_trainer().test(Net(), loader()),
     # checkpoints
     "no_such_checkpoint": lambda: fit(Net(), ckpt_path="runs/lst.ckpt"),
-    "no_last_checkpoint": lambda: make_trainer(
-        enable_checkpointing=True, callbacks=[ModelCheckpoint("checkpoints")]
-    ).validate(Validated(), loader(), ckpt_path="last"),
     "best_without_checkpoints": lambda: make_trainer().validate(Validated(), loader(), ckpt_path="best"),
     "top_k_without_monitor": lambda: ModelCheckpoint(save_top_k=3),
     # several processes
@@ -273,6 +270,13 @@ def another_model():
     wider = Net()
     wider.net = nn.Linear(4, 3)
     fit(wider, ckpt_path="a.ckpt")
+
+
+@provokes
+def no_last_checkpoint():
+    trainer = make_trainer(enable_checkpointing=True, callbacks=[ModelCheckpoint("checkpoints")])
+    trainer.validate(Validated(), loader())
+    trainer.validate(dataloaders=loader(), ckpt_path="last")
 
 
 @provokes

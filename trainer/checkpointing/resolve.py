@@ -81,11 +81,13 @@ class CheckpointResolver:
 
     ``ckpt_path`` is None; the path of a checkpoint; ``"last"``, the latest intact checkpoint of this run; ``"best"``,
     the best checkpoint according to the ModelCheckpoint; or, in ``fit`` only, ``"auto"``: like ``"last"``, but ``fit``
-    starts from scratch not only where there is no checkpoint, but also where none can be used.
+    starts from scratch not only where there is no checkpoint, but also where none can be used. ``got_task`` says that
+    the caller passed the task: where ``"last"`` finds no checkpoint, an evaluation then takes its current weights.
     """
 
-    def __init__(self, trainer: Trainer, stage: str, ckpt_path: Any) -> None:
+    def __init__(self, trainer: Trainer, stage: str, ckpt_path: Any, got_task: bool = False) -> None:
         self.trainer, self.stage, self.ckpt_path = trainer, stage, ckpt_path
+        self._needs_one = stage != "fit" and not got_task
         self.world = trainer.accelerator.world
         self.report = SearchReport()
 
@@ -114,9 +116,12 @@ class CheckpointResolver:
         if opened is None:
             say = announce if ckpt_path == "auto" else warn
             intact = "intact " if report.skipped else ""
+            start, use = "starts from scratch", " to resume from"
+            if self.stage != "fit":
+                start, use = "takes the model's current weights", ""
             say(
-                f"ckpt_path={ckpt_path!r}: fit starts from scratch, because there is no {intact}checkpoint to resume "
-                f"from in {report.describe_searched()}"
+                f"ckpt_path={ckpt_path!r}: {self.stage} {start}, because there is no {intact}checkpoint{use} in "
+                f"{report.describe_searched()}"
             )
             return None
         action, step = "resumes from" if self.stage == "fit" else "loads the weights from", opened.manifest.step
@@ -206,7 +211,7 @@ class CheckpointResolver:
     # -- the last checkpoint -------------------------------------------------------------------------------------
 
     def _last(self) -> OpenCheckpoint | None:
-        """Return the latest intact checkpoint; None if ``fit`` starts from scratch."""
+        """Return the latest intact checkpoint; None if ``fit`` starts from scratch or the current weights are taken."""
         trainer, report = self.trainer, self.report
         if not trainer.checkpoint_callbacks and self.stage == "fit" and trainer.fast_dev_run:
             report.searched = ["a fast_dev_run, which has no checkpoints"]
@@ -217,18 +222,20 @@ class CheckpointResolver:
                 return self._open(as_path(path))
         if keepers and not trainer.checkpoint_callbacks:
             report.searched = [f"{callback.keeper}'s checkpoints" for callback in keepers]
-            if self.stage == "fit":
-                return None
-            raise self._none_intact()
+            if self._needs_one:
+                raise self._none_intact()
+            return None
         self._check_callbacks()
         latest = self._latest(resumable=self.stage == "fit")
         with self.world.failing_together():
             if self.world.is_main and latest is None:
                 self._refuse_plugin_files()
-                # A fresh start in the folder of a recorded run would mix two runs.
-                would_mix = report.other_runs and any(_run_record(as_path(folder)) for folder in report.searched)
+                # In the folder of a recorded run, a fresh start would mix two runs, and an evaluation of the current
+                # weights would be taken for one of that run.
+                recorded = any(_run_record(as_path(folder)) for folder in report.searched)
+                wrong_run = recorded and (report.other_runs or self.stage != "fit")
                 none_usable = self.ckpt_path == "last" and (report.skipped or report.other_runs)
-                if self.stage != "fit" or would_mix or none_usable:
+                if self._needs_one or wrong_run or none_usable:
                     raise self._none_intact()
             if self.world.is_main and latest is not None and self.stage == "fit":
                 report.steps_reached = _steps_reached(latest.path.parent)

@@ -69,6 +69,7 @@ class Stage:
             loaders, datamodule = {**loaders, first: None}, loaders[first]
         has_loaders = any(loader is not None for loader in loaders.values())
         task = uncompiled(task)
+        self.got_task = task is not None
         if task is None:
             task, ckpt_path = _last_task(trainer, name, ckpt_path)
             datamodule = datamodule or (None if has_loaders else trainer.datamodule)
@@ -147,7 +148,8 @@ class Stage:
         trainer.hooks = hooks = Hooks(trainer, task, trainer.active_callbacks)
         accelerator.compare_settings(collect_settings(trainer, self.name, task, self.ckpt_path))
         trainer.checkpointer.remember_owners(task, datamodule)
-        trainer.opened_checkpoint = opened = CheckpointResolver(trainer, self.name, self.ckpt_path).resolve()
+        resolver = CheckpointResolver(trainer, self.name, self.ckpt_path, self.got_task)
+        trainer.opened_checkpoint = opened = resolver.resolve()
         trainer.ckpt_path = None if opened is None else str(opened.path)
         limits = {kind: getattr(trainer, f"limit_{kind}_batches") for kind in KINDS}
         shard = trainer.use_distributed_sampler

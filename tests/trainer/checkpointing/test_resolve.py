@@ -139,8 +139,6 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
 
 
 def test_nothing_is_there_yet(tmp_path, words):
-    with pytest.raises(ValueError, match=r"ckpt_path='last', but there is no intact checkpoint in .*/c"):
-        made(tmp_path, each(tmp_path)).validate(Tiny(), loader(4), ckpt_path="last")
     with pytest.raises(ValueError, match=r"ckpt_path='best', but the ModelCheckpoint has saved no best checkpoint"):
         fit(tmp_path, each(tmp_path), ckpt_path="best")
     assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 0
@@ -152,6 +150,24 @@ def test_nothing_is_there_yet(tmp_path, words):
     with pytest.warns(UserWarning, match=r"ckpt_path='last': fit starts from scratch, .* to resume from in .*/empty"):
         assert fit(tmp_path, ModelCheckpoint(tmp_path / "empty"), ckpt_path="last")[1] == 0
     assert fit(tmp_path, ModelCheckpoint(tmp_path / "empty"), ckpt_path="last")[1] == 10
+
+
+def test_an_evaluation_without_any_checkpoint_takes_the_weights_of_the_model_that_was_passed(tmp_path):
+    task, own = Tiny(), made(tmp_path, each(tmp_path))
+    task.predict_step = lambda batch, batch_idx: task.net.weight.detach().clone()
+    with pytest.warns(UserWarning, match=r"predict takes the model's current weights, .* no checkpoint in .*/c"):
+        assert torch.equal(own.predict(task, loader(4), ckpt_path="last")[0], task.net.weight)
+    assert own.ckpt_path is None
+    with pytest.raises(ValueError, match=r"ckpt_path='last', but there is no intact checkpoint in .*/c"):
+        own.validate(dataloaders=loader(4), ckpt_path="last")  # the task of the last stage
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c"), max_epochs=1)
+    truncate(tmp_path / "c" / "epoch=0-step=5.ckpt")
+    with pytest.raises(ValueError, match=r"no intact checkpoint in .*c; .*epoch=0-step=5.ckpt is truncated"):
+        made(tmp_path, each(tmp_path)).validate(Tiny(), loader(4), ckpt_path="last")
+    with RunFolder.create(tmp_path, "run") as folder:
+        pass
+    with RunFolder.open(folder.path), pytest.raises(ValueError, match="no intact checkpoint"):
+        made(tmp_path, ModelCheckpoint(folder.path / "checkpoints")).validate(Tiny(), loader(4), ckpt_path="last")
 
 
 def test_the_highest_version_that_has_an_intact_one(tmp_path):
@@ -175,7 +191,7 @@ def test_the_highest_version_that_has_an_intact_one(tmp_path):
 
 def test_a_search_that_finds_nothing_claims_no_version(tmp_path):
     with pytest.raises(ValueError, match="no intact checkpoint"):
-        made(tmp_path, ModelCheckpoint(), logger=CSVLogger(tmp_path, "runs")).validate(Tiny(), loader(4), "last")
+        fit(tmp_path, ModelCheckpoint(), logger=CSVLogger(tmp_path, "runs"), ckpt_path="best")
     assert not (tmp_path / "runs").exists()
 
 
@@ -212,8 +228,12 @@ def test_a_callback_names_the_checkpoint_that_somebody_else_keeps(tmp_path, word
     assert said[0].endswith("to resume from in the vault's checkpoints")
     with pytest.warns(UserWarning, match="ckpt_path='last': fit starts from scratch"):
         assert fit(tmp_path, Kept(), ckpt_path="last")[1] == 0
-    with pytest.raises(ValueError, match="'last', but there is no intact checkpoint in the vault's checkpoints"):
+    with pytest.warns(UserWarning, match="validate takes .* no checkpoint in the vault's checkpoints"):
         made(tmp_path, Kept()).validate(Tiny(), loader(4), ckpt_path="last")
+    own = made(tmp_path, Kept())
+    own.validate(Tiny(), loader(4))
+    with pytest.raises(ValueError, match="'last', but there is no intact checkpoint in the vault's checkpoints"):
+        own.validate(dataloaders=loader(4), ckpt_path="last")
 
 
 def test_callbacks_that_the_task_brings(tmp_path):
@@ -333,7 +353,7 @@ def test_a_directory_of_that_name_is_meant_by_a_path(tmp_path, monkeypatch):
 
 
 def validate_then_fit(root):
-    return two(root, "last", "validate"), two(root, "last")
+    return two(root, "best", "validate"), two(root, "last", "validate"), two(root, "last")
 
 
 def two(root, word, stage="fit"):
@@ -351,11 +371,11 @@ def two(root, word, stage="fit"):
 
 @pytest.mark.long
 def test_all_processes_get_rank_zeros_answer(tmp_path):
-    (first, zero), (second, one) = run(validate_then_fit, 2, str(tmp_path))
+    (first, *zero), (second, *one) = run(validate_then_fit, 2, str(tmp_path))
     assert first[0] == "ValueError"
     assert second[0] == "PeerFailed"
-    assert "rank 0 failed: ValueError: ckpt_path='last', but there is no intact checkpoint" in second[1]
-    assert zero == one == ("None", 0)
+    assert "rank 0 failed: ValueError: ckpt_path='best': validate was called without a fit" in second[1]
+    assert zero == one == [("None", 0)] * 2
     flip(tmp_path / "c" / "step=10.ckpt")
     found = str(tmp_path / "c" / "step=8.ckpt")
     assert run(two, 2, str(tmp_path), "auto") == [(found, 1), (found, 0)]
