@@ -59,6 +59,7 @@ from ..core import (
     TaskModule,
     add_objects,
     overrides,
+    read_datamodule_hparams,
     read_hook_entries,
     read_weights,
     remember,
@@ -550,7 +551,7 @@ class TrainerCheckpointer:
         progress = self._trainer.progress
         added = HookDict({"epoch": progress.epoch, "global_step": progress.step, **state["added"]})
         if self._trainer.hooks.on_load_checkpoint and (opened := self._trainer.opened_checkpoint) is not None:
-            added = add_objects(added, opened.manifest.info)
+            added = add_objects({**read_datamodule_hparams(opened), **added}, opened.manifest.info)
             replace_lost(added, opened.path, self._trainer.task)
         if hparams := self._get_hparams():
             added["hyper_parameters"] = hparams | state["added"].get("hyper_parameters", {})

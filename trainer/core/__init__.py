@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .loading import (
         add_objects,
         load_checkpoint,
+        read_datamodule_hparams,
         read_hook_entries,
         read_hyperparameters,
         read_weights,

@@ -27,8 +27,9 @@ class HookDict(dict[str, Any]):
             )
         raise KeyError(
             f"{key!r} is not in the checkpoint. on_load_checkpoint gets only 'state_dict', 'epoch', 'global_step', "
-            "'hyper_parameters' and the entries that hooks have added, because Treadle itself restores the states of "
-            "optimizers, schedulers and callbacks. To store another value, add it in on_save_checkpoint."
+            "'hyper_parameters', those of a data module ('datamodule_hyper_parameters') and entries that hooks have "
+            "added, because Treadle itself restores the states of optimizers, schedulers and callbacks. To store "
+            "another value, add it in on_save_checkpoint."
         )
 
 

@@ -250,10 +250,20 @@ def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
 
 
 def read_hook_entries(opened: OpenCheckpoint) -> HookDict:
-    """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, and its epoch and step."""
+    """Return the entries that hooks added to a checkpoint, its counters, and the data module's hyperparameters."""
     manifest = opened.manifest
     counters = {"epoch": manifest.epoch, "global_step": manifest.step}
-    return add_objects(load_into_memory(open_added(opened), {}, {}) | counters, manifest.info)
+    added = load_into_memory(open_added(opened), {}, {})
+    return add_objects({**read_datamodule_hparams(opened), **added, **counters}, manifest.info)
+
+
+def read_datamodule_hparams(opened: OpenCheckpoint) -> dict[str, Any]:
+    """Return the data module's hyperparameters as plain data, under Lightning's keys; an empty dict if it has none."""
+    document = _read_hparams(opened, DATAMODULE_HPARAMS)
+    if not document:
+        return {}
+    values = {name: readable(value) for name, value in (document.get("hyper_parameters") or {}).items()}
+    return {"datamodule_hparams_name": document.get("hparams_name"), "datamodule_hyper_parameters": values}
 
 
 def remember(owner: Any, part: str, origin: str) -> None:

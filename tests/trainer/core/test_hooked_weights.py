@@ -160,6 +160,36 @@ def test_other_keys_are_there_at_a_save_and_an_error_at_a_load(tmp_path):
         ReadsOptimizers.load_from_checkpoint(tmp_path / "c")
 
 
+class Widths(treadle.DataModule):
+    def __init__(self, width=3):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return loader()
+
+
+class ReadsWidths(Captioner):
+    def on_load_checkpoint(self, checkpoint):
+        self.seen = checkpoint["datamodule_hparams_name"], checkpoint["datamodule_hyper_parameters"]
+
+
+def test_the_hyperparameters_of_the_data_module_are_there_at_a_load(tmp_path):
+    trainer, path, expected, seen = make_trainer(), tmp_path / "c", (None, {"width": 5}), []
+    trainer.fit(ReadsWidths(), datamodule=Widths(5))
+    trainer.save_checkpoint(path)
+    assert ReadsWidths.load_from_checkpoint(path).seen == expected
+    note = treadle.callbacks.LambdaCallback(
+        on_load_checkpoint=lambda trainer, task, checkpoint: seen.append(checkpoint["datamodule_hyper_parameters"])
+    )
+    task = ReadsWidths()
+    make_trainer(max_epochs=2, callbacks=note).fit(task, datamodule=Widths(7), ckpt_path=path)
+    assert (task.seen, seen) == (expected, [expected[1]])
+    fitted(Captioner(), tmp_path / "without")
+    with pytest.raises(KeyError, match="'datamodule_hparams_name' is not in the checkpoint"):
+        ReadsWidths.load_from_checkpoint(tmp_path / "without")
+
+
 def seeded(kind):
     torch.manual_seed(0)
     return kind()
