@@ -41,7 +41,8 @@ class Accelerator(str, metaclass=_Kind):
 
     def __new__(cls) -> Accelerator:
         """Return the device type's name as an instance of this class."""
-        return super().__new__(cls, cls.name())
+        name: Any = super().__new__(cls).name  # subclasses may define a property
+        return super().__new__(cls, name() if callable(name) else name)
 
     @classmethod
     def name(cls) -> str:

@@ -35,6 +35,20 @@ def test_kinds_of_devices_as_objects() -> None:
         find_usable_cuda_devices(99)
 
 
+def test_the_name_of_a_subclass_may_be_a_property_or_a_method() -> None:
+    class Property(Accelerator):
+        @property
+        def name(self) -> str:
+            return "mine"
+
+    class Method(Accelerator):
+        @staticmethod
+        def name() -> str:
+            return "mine"
+
+    assert [Property(), Property().name, Method(), Method().name()] == ["mine"] * 4
+
+
 def test_devices_are_parsed_without_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     def parse(**arguments: object) -> tuple[object, object, list[str]]:
         found = _AcceleratorConnector(**arguments)
