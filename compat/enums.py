@@ -30,11 +30,7 @@ class BaseEnum(enum.Enum, metaclass=EnumWithContains):
         return [str(member) for member in cls]
 
 
-class _TextEnum(enum.StrEnum):
-    """Enum whose members are equal to their values and print as their values."""
-
-
-class FP8BackendType(_TextEnum):
+class FP8BackendType(str, enum.Enum):  # noqa: UP042 - printed with the class's name
     """Libraries for 8-bit training. Treadle uses torchao, the member ``AO``."""
 
     NO = "NO"
@@ -43,7 +39,7 @@ class FP8BackendType(_TextEnum):
     AO = "AO"
 
 
-class ComputeEnvironment(_TextEnum):
+class ComputeEnvironment(str, enum.Enum):  # noqa: UP042 - as above
     """Environments in which Accelerate can run. Treadle does not start SageMaker jobs."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"

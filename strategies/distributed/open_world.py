@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from enum import StrEnum
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -163,7 +163,7 @@ def connected() -> bool:
     return dist.is_initialized()
 
 
-class DistributedType(StrEnum):
+class DistributedType(str, Enum):  # noqa: UP042 - printed with the class's name
     """Kind of distributed training. Treadle uses ``NO``, ``MULTI_CPU``, ``MULTI_GPU`` or ``FSDP``.
 
     The other values exist only for comparisons in scripts.

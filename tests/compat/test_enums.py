@@ -2,7 +2,14 @@
 
 from support.trainers import make_trainer
 from treadle.compat.utilities.enums import GradClipAlgorithmType
-from treadle.utils.dataclasses import ComputeEnvironment, DynamoBackend, LoggerType, PrecisionType, RNGType
+from treadle.utils.dataclasses import (
+    ComputeEnvironment,
+    DynamoBackend,
+    FP8BackendType,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+)
 
 import treadle
 
@@ -12,6 +19,10 @@ def test_enums():
     assert PrecisionType.list() == ["no", "fp8", "fp16", "bf16"]
     assert (str(LoggerType.COMETML), str(DynamoBackend.INDUCTOR)) == ("comet_ml", "INDUCTOR")
     assert ComputeEnvironment.LOCAL_MACHINE == "LOCAL_MACHINE"
+    assert (str(ComputeEnvironment.LOCAL_MACHINE), f"{FP8BackendType.AO}") == (
+        "ComputeEnvironment.LOCAL_MACHINE",
+        "FP8BackendType.AO",
+    )
     accelerator = treadle.Accelerator(
         cpu=True, mixed_precision=PrecisionType.BF16, rng_types=[RNGType.GENERATOR], dynamo_backend=DynamoBackend.NO
     )

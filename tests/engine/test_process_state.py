@@ -84,7 +84,7 @@ def test_states(found):
     assert first == ((0, 2, 0, False), {"MULTI_CPU"}, "gloo", True)
     assert second == ((1, 2, 1, True), *first[1:])
     assert text.splitlines() == [
-        "Distributed environment: MULTI_CPU  Backend: gloo",
+        "Distributed environment: DistributedType.MULTI_CPU  Backend: gloo",
         "Num processes: 2",
         "Process index: 1",
         "Local process index: 1",
@@ -222,9 +222,13 @@ def test_the_debug_mode_compares_shapes(found):
 
 
 def test_distributed_types_compare_with_words():
-    assert (DistributedType.FSDP, str(DistributedType.MULTI_GPU)) == ("FSDP", "MULTI_GPU")
+    assert (DistributedType.FSDP, DistributedType.MULTI_GPU.value) == ("FSDP", "MULTI_GPU")
     names = "NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU MULTI_HPU MULTI_NEURON"
     assert {*DistributedType} == {*names.split(), "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"}
+
+
+def test_a_distributed_type_prints_its_class():
+    assert (str(DistributedType.NO), f"{DistributedType.NO}") == ("DistributedType.NO", "DistributedType.NO")
 
 
 # -- one run after the other -----------------------------------------------------------------------------------------
