@@ -245,6 +245,9 @@ class TensorBoardTracker(ServiceTracker):
     service = _Service("TensorBoardLogger", "tensorboard", ("name",), "save_dir", texts="add_text")
     requires_logging_directory = True
 
+    def __init__(self, run_name: str | None = None, logging_dir: Any = None, /, **kwargs: Any) -> None:
+        super().__init__(run_name, logging_dir, **{"default_hp_metric": False, **kwargs})  # nobody logs an hp_metric
+
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write batches of images.
 

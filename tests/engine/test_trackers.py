@@ -111,6 +111,16 @@ def test_texts(tmp_path, name, recwarn):
     ]
 
 
+def test_tensorboard_gets_no_scalar_that_was_not_logged(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accelerator = cpu(log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("run", {"rate": 0.1})
+    accelerator.log({"loss": 0.5}, step=1)
+    accelerator.end_training()
+    found = {event_accumulator.EventAccumulator(str(path)).Reload() for path in tmp_path.rglob("events*")}
+    assert {tag for events in found for tag in events.Tags()["scalars"]} == {"loss"}
+
+
 class Broken(Memory):
     name = "broken"
     strict = False
