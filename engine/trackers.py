@@ -269,10 +269,13 @@ class CSVTracker(ServiceTracker):
 
 
 class WandBTracker(ServiceTracker):
-    """Tracker for a run of Weights & Biases; see `ServiceTracker`."""
+    """Tracker for a run of Weights & Biases. ``WANDB_DIR`` replaces ``logging_dir``; see `ServiceTracker`."""
 
     name = "wandb"
     service = _Service("WandbLogger", "wandb", directory="save_dir", log="_log")
+
+    def __init__(self, run_name: str | None = None, logging_dir: Any = None, /, **kwargs: Any) -> None:
+        super().__init__(run_name, os.environ.get("WANDB_DIR") or logging_dir, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Upload lists of images.

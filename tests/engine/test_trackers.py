@@ -11,7 +11,7 @@ from support import tracking_services
 from support.processes import run
 
 import treadle
-from treadle import loggers, utils
+from treadle import loggers, tracking, utils
 
 
 def cpu(**options):
@@ -189,6 +189,16 @@ def test_wandb(tmp_path):
     quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
     assert run(track_wandb, 2, str(tmp_path), env=quiet) == [2, 0]
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
+
+
+def test_the_directory_of_wandb_is_that_of_its_variable_unless_one_is_passed(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    places = []
+    for variable in (None, str(tmp_path / "variable")):
+        monkeypatch.setenv("WANDB_DIR", variable) if variable else monkeypatch.delenv("WANDB_DIR", raising=False)
+        trackers = [tracking.WandBTracker("run", tmp_path / "project", **options) for options in ({}, {"dir": "own"})]
+        places.append([tracker.logger.save_dir for tracker in trackers])
+    assert places == [[str(tmp_path / "project"), "own"], [str(tmp_path / "variable"), "own"]]
 
 
 def track_mlflow(folder):
