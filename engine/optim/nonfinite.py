@@ -248,15 +248,18 @@ def locate_gradients(bad: Iterable[Tensor], accumulation: Accumulation) -> list[
     return keys
 
 
-def refuse_or_skip(policy: str, problem: str, samples: str, notes: str, owner: str) -> None:
+def refuse_or_skip(policy: str, problem: str, samples: str, notes: str, owner: str, losses: bool = False) -> None:
     """Raise a ValueError for a step if the policy is ``"raise"``, or announce that the step is skipped.
 
     ``samples`` and ``notes`` are sentences, each preceded by a space. ``owner`` is the class that has ``on_nonfinite``.
+    ``losses`` tells whether a loss is not finite.
     """
     if policy == "raise":
         raise ValueError(
             f"{problem}.{samples}{notes} Check the data, lower the learning rate, or clip the gradients. "
             f"{owner}(on_nonfinite='skip') skips such steps."
+            + " If only the loss is NaN and its gradients are finite, 'ignore' takes such steps."
+            * losses
         )
     announce(f"{problem}, which is skipped.{samples}")
 

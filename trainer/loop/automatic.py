@@ -407,7 +407,9 @@ class Steps:
         findings = nonfinite.combine(by_rank, first, last)
         problem = f"{findings.problem} in optimizer step {step} (epoch {epoch}, micro-batch {findings.batches})"
         notes = "" if all(o.guarded for o in self.accelerator.optimizers) else nonfinite.SPOILED
-        nonfinite.refuse_or_skip(self.trainer.on_nonfinite, problem, findings.samples, notes, "Trainer")
+        nonfinite.refuse_or_skip(
+            self.trainer.on_nonfinite, problem, findings.samples, notes, "Trainer", findings.losses
+        )
         self.leave_out(findings.losses, optimizer)
 
     def leave_out(self, losses: bool, optimizer: Optimizer | None = None) -> None:

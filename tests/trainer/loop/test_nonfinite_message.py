@@ -91,6 +91,27 @@ def test_a_loss_is_named_with_its_samples_and_inputs(manual):
     assert "batch['x'] contains infinity in sample 5." in message
 
 
+class NoLabels(SGDTask):
+    """The mean over no labels is NaN, and its gradients are zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def training_step(self, batch, batch_idx):
+        ignored = torch.full((len(batch["x"]),), -1)
+        return nn.functional.cross_entropy(self.layer(batch["x"]), ignored, ignore_index=-1)
+
+
+def test_the_policy_that_takes_steps_is_named_for_a_loss_alone():
+    named = "If only the loss is NaN and its gradients are finite, 'ignore' takes such steps."
+    assert named in fail(NoLabels(), samples())
+    assert named not in fail(Net(), samples())
+    trainer = make_trainer(on_nonfinite="ignore")
+    trainer.fit(NoLabels(), DataLoader(samples(), 2))
+    assert trainer.global_step == 4
+
+
 @pytest.mark.parametrize(("where", "named"), [("backward", "samples 0, 1, 2, 3, 4, 5"), ("loss", "samples 4, 5")])
 def test_samples_of_an_accumulation_group(where, named):
     message = fail(Net(where), samples(bad_input=True), accumulate_grad_batches=3)
