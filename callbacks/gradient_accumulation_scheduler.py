@@ -98,8 +98,7 @@ class GradientAccumulationScheduler(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Set the number of micro-batches per optimizer step for the epoch."""
-        number = self.get_accumulate_grad_batches(trainer.progress.epoch)
-        trainer.accelerator.gradient_accumulation_steps = number
+        trainer.accelerator.gradient_accumulation_steps = self.get_accumulate_grad_batches(trainer.progress.epoch)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Reset the number of micro-batches per optimizer step to 1."""

@@ -56,7 +56,17 @@ def _cast_to_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-class Router(nn.Module):
+class LikeItsModule(nn.Module):
+    """Wrapper with the attributes of ``module``, so that `model.config` works on a prepared model."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class Router(LikeItsModule):
     """Module that runs any method of ``module`` as its ``forward``, inside the precision's context.
 
     Wrappers such as DDP apply to ``forward`` only, so a task's ``training_step`` has to run inside ``forward``.
@@ -138,13 +148,6 @@ class Router(nn.Module):
             return output  # the loop reports what is wrong with it
         loss = _Carry.apply(loss, self._carrier, self._ballot)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
-
-    def __getattr__(self, name: str) -> Any:
-        # So that `model.config` works on a prepared model.
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
 
 
 def _rename_for_load(router: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

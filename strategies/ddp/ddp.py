@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ...common.messages import announce, nearest, read_text
 from ...common.validation import check_positive, choose
 from ..distributed import FixedTree, PartialSums, World, strip_compile_prefix
-from ..forward_router import Ballot, Router, ballot_dtype
+from ..forward_router import Ballot, LikeItsModule, Router, ballot_dtype
 from ..precision import Precision
 from ..strategy import Strategy, make_group_options
 from .backward_reduction import BackwardReduction
@@ -96,7 +96,7 @@ class _ReadyOrder:
         self.finish_recording()
 
 
-class _Replica(DistributedDataParallel):
+class _Replica(LikeItsModule, DistributedDataParallel):
     """DDP module that exposes the attributes of the user's model."""
 
     def __init__(self, router: Router, advance: Callable[[], None], **options: Any) -> None:
@@ -150,12 +150,6 @@ class _Replica(DistributedDataParallel):
     def explain(self, error: BaseException) -> ValueError | None:
         """Return the error to raise instead of an error of torch's reducer, or None for any other error."""
         return explain_reducer_error(error, self._names, self.find_unused_parameters)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
 
 
 class DDP(Strategy):

@@ -33,8 +33,7 @@ def is_ray_worker(environ: Mapping[str, str] | None = None) -> bool:
 
     A process that a worker starts is not a worker, but inherits the worker's variables.
     """
-    env = os.environ if environ is None else environ
-    return env.get("RAY_RAYLET_PID") == str(os.getppid())
+    return (os.environ if environ is None else environ).get("RAY_RAYLET_PID") == str(os.getppid())
 
 
 def without_launch_variables(env: Mapping[str, str]) -> dict[str, str]:
