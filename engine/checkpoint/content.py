@@ -26,7 +26,7 @@ from ...strategies.distributed import get_original_class, is_sharded, local, mak
 from ...strategies.processes import identify_process
 from ..data import Loader
 from ..metrics import metric_state
-from ..optim import PreparedScheduler, optimizer_state
+from ..optim import PreparedScheduler, optimizer_state, storable_state
 from ..process import Prepared
 from ..rng import random_state
 from ..run_environment import describe_kernels
@@ -436,7 +436,7 @@ def collect_train_state(accelerator: Prepared, registered: dict[str, Any], copie
             device. Default: False.
     """
     schedulers, accumulation = accelerator.schedulers, accelerator.accumulation
-    states = [scheduler.state_dict() for scheduler in schedulers]
+    states = [storable_state(scheduler) for scheduler in schedulers]
     scale = None if copied or accumulation.loss_scale is None else accumulation.loss_scale.state_dict()
     loaders: dict[bool, list[dict[str, Any]]] = {False: [], True: []}  # training, evaluation
     for loader in accelerator.loaders:

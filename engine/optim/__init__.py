@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .muon import muon_with_adamw
     from .nonfinite import GradientGuard
     from .optimizer_state import BuiltSchedule, list_parameters
-    from .prepared_scheduler import PreparedScheduler
+    from .prepared_scheduler import PreparedScheduler, storable_state
     from .resume_options import SCHEDULES, LoadedOptimizer, SavedSchedule, check_schedule
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from ...common.messages import warn
+from ...common.messages import abbreviate, warn
 from .accumulation import Accumulation, PreparedOptimizer
+
+_warned_of_functions = WeakSet[Any]()
+
+
+def storable_state(scheduler: Any) -> dict[str, Any]:
+    """Return a scheduler's state without functions, as `LambdaLR` omits its own. Warn once if there are any.
+
+    A load only updates the state, so the scheduler of the resumed run keeps its own functions.
+    """
+    state: dict[str, Any] = scheduler.state_dict()
+    functions = [name for name, v in state.items() if callable(v) and not isinstance(v, torch.device)]
+    wrapped = getattr(scheduler, "scheduler", scheduler)
+    if functions and wrapped not in _warned_of_functions:
+        _warned_of_functions.add(wrapped)
+        warn(
+            f"the state of {type(wrapped).__name__} contains functions, which are not saved: {abbreviate(functions)}. "
+            "A resumed run uses those of its own scheduler."
+        )
+    return {name: value for name, value in state.items() if name not in functions}
 
 
 class PreparedScheduler:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ...callbacks import Callback, EarlyStopping, ModelCheckpoint
 from ...engine.checkpoint import check_tensor
+from ...engine.optim import storable_state
 from ...strategies.distributed import local, strip_compile_prefix
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def make_document(trainer: Trainer, task: TaskModule, progress: Progress, weight
             _translate_callback(callback) for callback in trainer.callbacks if callback.state_dict()
         )
         document["optimizer_states"] = [prepared.optimizer.state_dict() for prepared in trainer.accelerator.optimizers]
-        document["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+        document["lr_schedulers"] = [storable_state(config.scheduler) for config in trainer.lr_scheduler_configs]
         if (scale := trainer.accelerator.accumulation.loss_scale) is not None:
             document["MixedPrecision"] = scale.state_dict()
     for owner, prefix in ((task, ""), (trainer.datamodule, "datamodule_")):

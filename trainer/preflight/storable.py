@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...engine.checkpoint import check_tensor, encode
+from ...engine.optim import storable_state
 from ...strategies.distributed import is_sharded
 from ..checkpointing import collect_callback_states
 
@@ -55,7 +56,7 @@ def _iterate_states(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, A
         elif name not in _TRAINER_ENTRIES:
             yield f"the state of the object registered as {name!r}", value.state_dict()
     for scheduler in accelerator.schedulers:
-        yield f"the state of {type(scheduler).__name__}", scheduler.state_dict()
+        yield f"the state of {type(scheduler).__name__}", storable_state(scheduler)
     for loader in accelerator.loaders:
         yield f"the state of the dataloader {type(loader.source).__name__}", loader.state_dict()
     for optimizer in trainer.optimizers:

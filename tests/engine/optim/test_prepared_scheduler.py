@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -246,3 +247,32 @@ def test_it_knows_its_optimizer():
     scheduler.step()
     assert scheduler.optimizers[-1].param_groups[0]["lr"] == 1.0
     assert first.param_groups[0]["lr"] == 1.0
+
+
+def halved(get_lr):
+    return [rate / 2 for rate in get_lr()]
+
+
+def with_a_function(optimizer):
+    scheduler = StepLR(optimizer, 2, gamma=0.1)
+    scheduler.get_lr = partial(halved, scheduler.get_lr)
+    return scheduler
+
+
+def test_functions_in_a_state_are_left_out_with_one_warning_and_those_of_the_new_scheduler_are_kept(tmp_path):
+    accelerator, optimizer, scheduler = prepare(with_a_function)
+    optimizer.step()
+    scheduler.step()
+    with pytest.warns(UserWarning, match=r"StepLR contains functions, which are not saved: get_lr\."):
+        accelerator.save_state(tmp_path / "one")
+    with warnings.catch_warnings(record=True) as warned:
+        accelerator.save_state(tmp_path / "two")
+    assert not [w for w in warned if "contains functions" in str(w.message)]
+    other, optimizer, resumed = prepare(with_a_function)
+    own = resumed.scheduler.get_lr
+    other.load_state(tmp_path / "two")
+    assert resumed.scheduler.get_lr is own
+    assert (resumed.scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (1, 0.5)
+    optimizer.step()
+    resumed.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)

@@ -8,6 +8,7 @@ import pathlib
 import warnings
 from collections import Counter, OrderedDict, defaultdict
 from datetime import datetime, timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -174,6 +175,21 @@ class Schedules(Task):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         return [optimizer], [Scheduler(optimizer, 1)]
+
+
+class Functions(Task):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        scheduler.get_lr = partial(scheduler.get_lr)
+        return [optimizer], [scheduler]
+
+
+def test_a_function_of_a_scheduler_is_left_out(tmp_path):
+    with pytest.warns(UserWarning, match="StepLR contains functions, which are not saved: get_lr") as warned:
+        made(tmp_path, ModelCheckpoint(tmp_path / "c")).fit(Functions(), loader())
+    assert sum("contains functions" in str(w.message) for w in warned) == 1
+    made(tmp_path, max_epochs=2).fit(Functions(), loader(), ckpt_path=tmp_path / "c" / "epoch=0-step=2.ckpt")
 
 
 class Groups(Task):
