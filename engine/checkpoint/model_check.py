@@ -186,7 +186,7 @@ def check_weights(
         ValueError: If the weights do not fit the model. Without ``strict``, this is a warning.
     """
     state = model.state_dict()
-    reshaped, untied = find_reshaped(state, weights), _find_untied(model, weights)
+    reshaped, untied = find_reshaped(state, weights, model), _find_untied(model, weights)
     lines = _compare_names(state, weights, {name for name in state if strip_compile_prefix(name) in left_out})
     lines += reshaped.values()
     lines += [
@@ -225,7 +225,7 @@ def list_differences(
     """
     state = {strip_compile_prefix(name): value for name, value in model.state_dict().items()}
     names = [] if not complete or any(map(is_lazy, state.values())) else _compare_names(state, weights, left_out)
-    return [*names, *find_reshaped(state, weights).values()]
+    return [*names, *find_reshaped(state, weights, model).values()]
 
 
 def _compare_names(state: Mapping[str, Any], weights: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
@@ -233,8 +233,13 @@ def _compare_names(state: Mapping[str, Any], weights: Mapping[str, Any], left_ou
     return missing + [f"unexpected: {name}" for name in sorted(set(weights) - set(state))]
 
 
-def find_reshaped(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, str]:
-    """Return a line about each of ``weights`` whose shape differs from that in a model's ``state``, by name."""
+def find_reshaped(state: Mapping[str, Any], weights: Mapping[str, Any], model: nn.Module) -> dict[str, str]:
+    """Return a line about each of ``weights`` whose shape differs from that in the model's ``state``, by name.
+
+    Modules that may resize their tensors as they load are left out: torch then compares the shapes.
+    """
+    parts = model.named_modules()
+    resizing = tuple(strip_compile_prefix(f"{name}." * bool(name)) for name, part in parts if _may_resize(part))
     return {
         name: f"{name}: {_describe_form(weights[name])} in the checkpoint, {_describe_form(state[name])} in the model"
         for name in state
@@ -242,8 +247,15 @@ def find_reshaped(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[
         if name in weights
         and isinstance(state[name], Tensor)
         and not is_lazy(state[name])  # accepts any shape
+        and not strip_compile_prefix(name).startswith(resizing)
         and _describe_form(state[name]) != _describe_form(weights[name])
     }
+
+
+def _may_resize(module: nn.Module) -> bool:
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    functions = [module._load_from_state_dict, *(getattr(hook, "func", hook) for hook in hooks)]
+    return not all(str(getattr(function, "__module__", "")).startswith("torch.") for function in functions)
 
 
 def _describe_form(value: Any) -> str:

@@ -78,8 +78,8 @@ def load_weights(
 
     Raises:
         ValueError: If the source, its digest or another argument is invalid, or if the weights do not fit the model.
-            The model remains unchanged, unless it has a custom ``load_state_dict`` or ``set_extra_state``, or hooks
-            that change names.
+            The model remains unchanged, unless it has a custom ``load_state_dict``, ``_load_from_state_dict`` or
+            ``set_extra_state``, or hooks that change names or shapes.
         TypeError: If an argument has the wrong type.
         ModuleNotFoundError: If the package for the scheme of the URL is not installed.
         OSError: If the source cannot be downloaded.
@@ -110,7 +110,7 @@ def load_opened(
     weights |= {name: value for name, value in tied.items() if name not in weights}
     missing = tuple(name for name in targets if name not in weights and name not in frozen)
     unexpected = tuple(name for name in weights if name not in targets)
-    reshaped = find_reshaped({name: state[key] for name, key in targets.items()}, weights)
+    reshaped = find_reshaped({name: state[key] for name, key in targets.items()}, weights, unwrapped)
     if strict:
         lines = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
         if (lines or reshaped) and not _may_change(unwrapped, bool(reshaped)):

@@ -58,6 +58,29 @@ class Extra(Net):
         self.extra = state
 
 
+class Bank(nn.Module):
+    """A buffer that takes the shape of what is loaded, unless it is told not to."""
+
+    def __init__(self, size=0, resizes=True):
+        super().__init__()
+        self.register_buffer("rows", torch.arange(float(size)))
+        self.resizes = resizes
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        if self.resizes:
+            self.rows.resize_(state_dict[f"{prefix}rows"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class WithBank(nn.Module):
+    def __init__(self, width=2, **options):
+        super().__init__()
+        self.layer, self.bank = nn.Linear(4, width), Bank(**options)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
 def snapshot(model, optimizer):
     slots = {i: {k: v.clone() for k, v in s.items()} for i, s in optimizer.state_dict()["state"].items()}
     return {name: value.clone() for name, value in model.state_dict().items()}, slots

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from support.saved_nets import Net, prepared, same, snapshot
+from support.saved_nets import Net, WithBank, prepared, same, snapshot
 from torch import nn
 
 import treadle
@@ -26,6 +26,17 @@ def test_another_model_is_refused_before_anything_changes(saved, make, lines):
     assert all(line in str(error.value) for line in lines)
     same(snapshot(model, optimizer), before)
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_module_that_resizes_its_buffers_as_it_loads_is_loaded(tmp_path):
+    prepared(lambda: WithBank(size=3))[0].save_state(tmp_path / "c")
+    accelerator, model, _ = prepared(WithBank)
+    accelerator.load_state(tmp_path / "c")
+    same(model.bank.rows, torch.arange(3.0))
+    with pytest.raises(RuntimeError, match=r"size mismatch for bank\.rows"):
+        prepared(lambda: WithBank(resizes=False))[0].load_state(tmp_path / "c")
+    with pytest.raises(ValueError, match=r"layer\.weight: \(2, 4\) in the checkpoint, \(5, 4\) in the model"):
+        prepared(lambda: WithBank(width=5))[0].load_state(tmp_path / "c")
 
 
 class Lenient(Net):

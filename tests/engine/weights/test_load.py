@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.processes import run
+from support.saved_nets import WithBank
 from support.weight_files import SOURCES, Task, digest, filled, lightning_file, net, pt, same
 from torch import nn
 from treadle.engine.checkpoint.safetensors_file import read_tensor
@@ -81,6 +82,18 @@ def test_what_fits_and_no_more(tmp_path):
     assert torch.equal(model[0].bias, state["0.bias"])
     with pytest.raises(ValueError, match="none of its weights fit"):
         treadle.load_weights(nn.Linear(1, 1), tmp_path / "weights.pt", strict=False)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("hooked", [True, False])
+def test_modules_that_resize_as_they_load(tmp_path, strict, hooked):
+    path, model = pt(WithBank(size=3).state_dict(), tmp_path), WithBank(resizes=not hooked)
+    if hooked:
+        model.bank.register_load_state_dict_pre_hook(lambda part, state, prefix, *_: part.rows.resize_(3))
+    assert treadle.load_weights(model, path, strict=strict).reshaped == ()
+    assert torch.equal(model.bank.rows, torch.arange(3.0))
+    with pytest.raises(ValueError, match=r"(?s)does not fit the model.*size mismatch for bank\.rows"):
+        treadle.load_weights(WithBank(resizes=False), path, strict=strict)
 
 
 def test_tied_compiled_and_old_names(tmp_path):
