@@ -328,6 +328,7 @@ class Accelerator(Prepared):
         if not (self.device_placement if device_placement is None else device_placement):
             self._check_device(module)
         if index is None:
+            checkpoint.note_nan_buffers(module)
             if self.precision.float8 and not evaluation_mode:
                 convert_to_float8(module, self.device)
             (self.dynamo_plugin.compile_parts if by_parts else self.dynamo_plugin.compile)(module, self.strategy)

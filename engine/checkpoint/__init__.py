@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .async_save import Job
     from .atomic_swap import forget_saved, recover_interrupted
     from .checkpointer import Checkpointer
-    from .content import check_places, refuse_not_finite
+    from .content import check_places, note_nan_buffers, refuse_not_finite
     from .filesystem import CODES, Files, TensorFile
     from .json_codec import MAX_DEPTH, Record, check_tensor, decode, encode
     from .model_check import check_frozen, compare_names, compute_digests, find_reshaped, read_frozen_note

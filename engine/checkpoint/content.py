@@ -13,9 +13,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from xxhash import xxh3_64
 
@@ -40,6 +42,9 @@ MODULES_NOTE, FROZEN_NOTE = "modules", "frozen"
 
 _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|unfinished", re.IGNORECASE)
 """Pattern of reserved part names: the engine's own parts (see `train_state`), ``manifest`` and ``unfinished``."""
+
+_nan_from_start = WeakKeyDictionary[nn.Module, list[str]]()
+"""Names of the buffers of each prepared model that contained NaN before the run."""
 
 
 # -- registered objects --------------------------------------------------------------------------------------------
@@ -160,17 +165,24 @@ def refuse_not_finite(
         )
 
 
+def note_nan_buffers(model: nn.Module) -> None:
+    """Record the buffers that contain NaN before a run, such as a threshold that is not computed yet."""
+    buffers = {strip_compile_prefix(name): b.detach() for name, b in model.named_buffers() if not is_lazy(b)}
+    _nan_from_start[model] = _find_bad(buffers, ())
+
+
 def find_not_finite(model: nn.Module) -> list[str]:
     """Return the names of tensors with values that must not be saved, in this process's shard of a model.
 
     A parameter with ``requires_grad=True`` must be finite. In other tensors, only NaN is refused, because masks and
-    ranges may contain infinities.
+    ranges may contain infinities. A buffer that contained NaN before the run may still do so.
     """
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     others = {
         name: t.detach() for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in trained
     }
-    return _find_bad(trained | others, set(trained))
+    bad, from_start = _find_bad(trained | others, set(trained)), _nan_from_start.get(model, ())
+    return [name for name in bad if strip_compile_prefix(name) not in from_start]
 
 
 def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[str]:

@@ -28,6 +28,25 @@ def test_an_own_loop_saves_nothing_that_is_not_finite(tmp_path, what, value):
     assert torch.isfinite(optimizer.state[net.weight]["exp_avg_sq"]).all()
 
 
+class Threshold(nn.Sequential):
+    """Has a buffer that is not computed yet, and running statistics."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(4, 2), nn.BatchNorm1d(2))
+        self.register_buffer("threshold", torch.tensor(math.nan))
+
+
+def test_a_buffer_that_is_nan_before_the_run_is_saved(tmp_path):
+    accelerator, net, _ = prepared(Threshold)
+    accelerator.save_state(tmp_path / "good")
+    spoil(net.threshold, 0.5)
+    accelerator.load_state(tmp_path / "good")
+    assert net.threshold.isnan()
+    spoil(net[1].running_mean, math.nan)
+    with pytest.raises(ValueError, match=r"^1\.running_mean contains NaN or infinity after optimizer step 1, so "):
+        accelerator.save_state(tmp_path / "bad")
+
+
 def test_weights_alone_are_saved_without_the_optimizer(tmp_path):
     accelerator, net, optimizer = prepared(lambda: nn.Linear(4, 2))
     spoil(optimizer.state[net.weight]["exp_avg_sq"], math.inf)
