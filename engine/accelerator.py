@@ -322,8 +322,7 @@ class Accelerator(Prepared):
             return self.models[index]
         if self.verify_device_map(module):
             raise ValueError(
-                f"{type(module).__name__} is spread over several devices by a device map, which is for inference only. "
-                "To train it, load it without device_map."
+                f"{type(module).__name__} has a device map, which is for inference. To train it, load it without one."
             )
         if not (self.device_placement if device_placement is None else device_placement):
             self._check_device(module)
