@@ -166,7 +166,11 @@ def refuse_not_finite(
 
 
 def note_nan_buffers(model: nn.Module) -> None:
-    """Record the buffers that contain NaN before a run, such as a threshold that is not computed yet."""
+    """Record the buffers that contain NaN before a run, such as a threshold that is not computed yet.
+
+    Args:
+        model: The user's module.
+    """
     buffers = {strip_compile_prefix(name): b.detach() for name, b in model.named_buffers() if not is_lazy(b)}
     _nan_from_start[model] = _find_bad(buffers, ())
 
