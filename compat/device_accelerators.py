@@ -30,7 +30,7 @@ class _Kind(type):
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if isinstance(instance, engine.Accelerator):
-            return cls.kind in ("", instance.device.type)  # type: ignore[attr-defined]
+            return cls is Accelerator or cls.kind == instance.device.type  # type: ignore[attr-defined]
         return super().__instancecheck__(instance)
 
 

@@ -47,6 +47,7 @@ def test_the_name_of_a_subclass_may_be_a_property_or_a_method() -> None:
             return "mine"
 
     assert [Property(), Property().name, Method(), Method().name()] == ["mine"] * 4
+    assert not isinstance(make_trainer(accelerator="cpu").accelerator, Property | Method)
 
 
 def test_devices_are_parsed_without_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
