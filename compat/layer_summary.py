@@ -28,10 +28,17 @@ class ModelSummary(Summary):
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
         self.__dict__.update(vars(summarize_model(model, max_depth)))
-        self._model = model
+        self._model, self._max_depth = model, max_depth
         self._rows = self.layers
         modules = dict(model.named_modules())
         self.layers = [row for row in self.layers if row.name in modules]  # without the model's own parameters
+
+    @property
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """Modules in the summary, by name."""
+        if self._max_depth == 1:
+            return list(self._model.named_children())
+        return list(self._model.named_modules())[1:] if self._max_depth else []
 
     @property
     def total_training_modes(self) -> dict[str, int]:  # type: ignore[override]  # those of now

@@ -492,8 +492,6 @@ def tracker_sources(log_with: Any, project: ProjectConfiguration) -> dict[str, S
             sources[name] = _resolve_source(name, project)
         if not isinstance(value, str):
             tracker = _to_tracker(value)
-            if tracker.requires_logging_directory and project.logging_dir is None:  # type: ignore[attr-defined]
-                raise ValueError(_make_directory_error(str(tracker.name)))  # type: ignore[attr-defined]
             sources[str(tracker.name)] = lambda _, options, tracker=tracker: tracker  # type: ignore[misc, attr-defined]
     return sources
 

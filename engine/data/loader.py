@@ -421,6 +421,11 @@ class Loader:
         if phase is Phase.RENUMBERED:
             self.set_epoch(epoch)
 
+    def keep_tail(self) -> None:
+        """Yield the last, short batch in spite of ``drop_last=True``, unless the batch sampler is the user's own."""
+        if isinstance(self._plan, ShardedBatches) and self._plan.plain:
+            self._plan.drop_last = False
+
     def keep_order(self) -> bool:
         """Use the same order in every epoch.
 

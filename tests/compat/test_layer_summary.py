@@ -18,6 +18,12 @@ def test_the_layers_of_a_summary_by_name() -> None:
     assert (name, row.in_size, row.out_size, row.training) == ("layer", [4, 32], [4, 2], True)
 
 
+def test_the_modules_of_a_summary() -> None:
+    task = Own()
+    found = [[name for name, _ in ModelSummary(task, depth).named_modules] for depth in (0, 1, -1)]
+    assert found == [[], ["net"], ["net", "net.0", "net.1"]]
+
+
 def test_numbers_of_a_summary() -> None:
     layer = nn.Conv2d(3, 8, 3)
     summary = LayerSummary(layer)

@@ -207,6 +207,8 @@ class Sources:
         )
         is_sequential = isinstance(loader, JointLoader) and loader.mode == "sequential"
         for single_loader in loader.loaders if is_sequential else [loader]:  # type: ignore[attr-defined]
+            if kind == "predict":
+                single_loader.keep_tail()  # each sample has a prediction, as with Lightning
             length = single_loader.global_length
             count = arguments.limited(f"limit_{kind}_batches", self.limits[kind], length)
             if count is None and has_user_iter(single_loader.source):

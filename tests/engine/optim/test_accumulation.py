@@ -457,7 +457,7 @@ def test_zero_grad_drops_the_gradients_or_keeps_them_as_zeros():
 def test_a_zero_grad_of_ones_own_is_called(monkeypatch, owner):
     _, optimizer = prepare_after_backward()
     calls = []
-    monkeypatch.setattr(owner(optimizer.optimizer), "zero_grad", lambda *_, set_to_none: calls.append(set_to_none))
+    monkeypatch.setattr(owner(optimizer.optimizer), "zero_grad", lambda *_, set_to_none=True: calls.append(set_to_none))
     optimizer.zero_grad()
     assert calls == [True]
 
@@ -487,3 +487,16 @@ def test_a_copy_is_the_wrapped_optimizer_with_its_state(make_copy):
     model(x).square().sum().backward()
     prepared.step()
     assert torch.equal(weight, model.weight)  # the moments and the step count came along
+
+
+def test_an_optimizer_whose_zero_grad_takes_no_argument():
+    class Own(torch.optim.SGD):
+        def zero_grad(self):
+            super().zero_grad()
+
+    accelerator = treadle.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model := nn.Linear(2, 1), Own(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model.weight.grad is None

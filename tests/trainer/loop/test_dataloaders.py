@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.models import Line, SaveEach, Stream
 from support.seen_batches import Task, data, trainer
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler
 from treadle.callbacks import LambdaCallback
 
 import treadle
@@ -207,6 +207,20 @@ def test_a_loader_of_ones_own_is_not_read_beyond_its_length(limit):
         task.evaluated = []
         stage(task, joined)
         assert task.evaluated == expected
+
+
+def test_a_prediction_drops_no_samples():
+    loaders = (
+        DataLoader(data(5), 2, drop_last=True),
+        DataLoader(data(5), batch_sampler=BatchSampler(RandomSampler(range(5)), 2, drop_last=True)),
+    )
+    for loader in loaders:
+        task = Task()
+        task.test_step = task.predict_step = task.validation_step
+        trainer().predict(task, loader)
+        assert sorted(itertools.chain(*task.evaluated)) == [0, 1, 2, 3, 4]
+        trainer().test(task, loader)
+        assert len(task.evaluated) == 3 + 2
 
 
 def test_workers_of_old_loaders_end_and_passed_loaders_stay():
