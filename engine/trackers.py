@@ -511,20 +511,16 @@ def _to_tracker(value: Any) -> GeneralTracker:
     )
 
 
-def _make_directory_error(name: str) -> str:
-    return (
-        f"log_with={name!r} writes files, but no directory is set. Pass Accelerator(project_dir=...) or "
-        "ProjectConfiguration(logging_dir=...)."
-    )
-
-
 def _resolve_source(name: str, project: ProjectConfiguration) -> Source:
     make: Any = LOGGER_TYPE_TO_CLASS[name]
     service = make.service if issubclass(make, ServiceTracker) else None
     if service is not None and service.package:
         require(f"log_with={name!r}", service.package, extra=service.extra or service.package)
     if make.requires_logging_directory and project.logging_dir is None:
-        raise ValueError(_make_directory_error(name))
+        raise ValueError(
+            f"log_with={name!r} writes files, but no directory is set. Pass Accelerator(project_dir=...) or "
+            "ProjectConfiguration(logging_dir=...)."
+        )
     place = [project.logging_dir] if make.requires_logging_directory or service is not None else []
     return lambda project_name, options: make(project_name, *place, **options)
 

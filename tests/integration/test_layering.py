@@ -30,7 +30,7 @@ NAMED_IN_A_CIRCLE = {"Trainer"}
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_MODULES = 800, 60, 15
 # Lines of code in each room. They may only fall; lower a figure when a room has become smaller.
 MOST_CODE = {
-    **{"common": 917, "strategies": 7540, "engine": 17253, "loggers": 1510, "callbacks": 5410, "trainer": 9410},
+    **{"common": 917, "strategies": 7540, "engine": 17251, "loggers": 1510, "callbacks": 5410, "trainer": 9410},
     **{"integrations": 595, "cli": 3575, "tools": 4560, "compat": 3813, "": 770},
 }
 # One file for each public callback, at the path that Lightning gives it.
